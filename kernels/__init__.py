@@ -1,0 +1,1 @@
+"""Triton kernels alone: tensors in, tensors out, no import from the rest of the package."""

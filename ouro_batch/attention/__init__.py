@@ -1,0 +1,1 @@
+"""Attention over paged, depth-aware keys and values."""

@@ -1,0 +1,1 @@
+"""Request life cycle: which request runs, which blocks it owns."""

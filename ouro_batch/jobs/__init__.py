@@ -1,0 +1,1 @@
+"""Batch jobs: read records, run them through the LLM facade, write records."""

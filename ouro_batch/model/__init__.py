@@ -1,0 +1,1 @@
+"""The looped model: configuration, equations, weights, tokenizer, chat template."""

@@ -1,0 +1,1 @@
+"""Executes what the scheduler chose: device state, loop steps, sampling."""
