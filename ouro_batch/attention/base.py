@@ -1,0 +1,101 @@
+"""The attention interface: paged, depth-aware keys and values behind two calls.
+
+Shapes: R rows, L loops, N layers, G key/value heads, H query heads, D head dimension,
+S slots, B slots a block, T packed prompt tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class KVCache:
+    """One pool of slots; a slot holds all layers' keys and values of one (token, loop)."""
+
+    keys: Tensor  # [N, S, G, D]
+    values: Tensor  # [N, S, G, D]
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> KVCache:
+        shape = (layers, slots, kv_heads, head_dim)
+        return cls(
+            torch.empty(shape, device=device, dtype=dtype),
+            torch.empty(shape, device=device, dtype=dtype),
+        )
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store ``keys``, ``values`` [T, G, D] of one layer in ``slots`` [T]."""
+        self.keys[layer].index_copy_(0, slots, keys)
+        self.values[layer].index_copy_(0, slots, values)
+
+
+@dataclass
+class SlotTables:
+    """Which slot a query of a given row and loop reads at a given position.
+
+    Prompt positions go through ``prompt_blocks``, generated ones through ``decode_slots``.
+    """
+
+    prompt_blocks: Tensor  # int32 [R, L, blocks]
+    decode_slots: Tensor  # int32 [R, L, generated positions]
+    prompt_lengths: Tensor  # int32 [R]
+    block_size: int
+
+    def lookup(self, rows: Tensor, planes: Tensor, positions: Tensor) -> Tensor:
+        """Slots, int64, at ``positions`` of planes (0-based loops); all three broadcast."""
+        generated = positions - self.prompt_lengths[rows]
+        block = self.prompt_blocks[rows, planes, self._clamp(positions // self.block_size, 2)]
+        prompt_slot = block.long() * self.block_size + positions % self.block_size
+        decode_slot = self.decode_slots[rows, planes, generated.clamp(min=0)].long()
+        return torch.where(generated < 0, prompt_slot, decode_slot)
+
+    def _clamp(self, index: Tensor, dim: int) -> Tensor:
+        return index.clamp(max=self.prompt_blocks.shape[dim] - 1)
+
+
+@dataclass(frozen=True)
+class PrefillSegment:
+    """``length`` consecutive prompt tokens of one row, from position ``start`` on."""
+
+    row: int
+    start: int
+    length: int
+
+
+class Attention(ABC):
+    """Scaled dot-product attention over the slots of each query's own plane.
+
+    A plan is made once a loop and serves every layer of it.
+    """
+
+    @abstractmethod
+    def plan_decode(
+        self, tables: SlotTables, rows: Tensor, planes: Tensor, positions: Tensor
+    ) -> Any:
+        """Plan for one query a row: row ids, planes and positions, each int64 [R]."""
+
+    @abstractmethod
+    def decode(self, plan: Any, queries: Tensor, cache: KVCache, layer: int) -> Tensor:
+        """``queries`` [R, H, D] over positions 0..own -> [R, H, D]."""
+
+    @abstractmethod
+    def plan_prefill(self, tables: SlotTables, segments: list[PrefillSegment], plane: int) -> Any:
+        """Plan for packed segments that run the same plane."""
+
+    @abstractmethod
+    def prefill(self, plan: Any, queries: Tensor, cache: KVCache, layer: int) -> Tensor:
+        """Causal attention of ``queries`` [T, H, D], packed by segment -> [T, H, D]."""

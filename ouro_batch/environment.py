@@ -1,0 +1,19 @@
+"""What this runs on: versions of the package and of what it stands on."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+PACKAGES = ("ouro-batch", "torch", "triton", "tokenizers", "safetensors", "huggingface_hub")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions by package name, None where it is not installed, and Python's."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found

@@ -1,0 +1,557 @@
+"""The public API: ``LLM`` loads a looped model and runs requests on it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ouro_batch import memory
+from ouro_batch.attention.reference import ReferenceAttention
+from ouro_batch.engine.engine import Engine
+from ouro_batch.engine.kv import BlockManager
+from ouro_batch.engine.request import Request
+from ouro_batch.engine.scheduler import Scheduler
+from ouro_batch.engine.text import OutputText
+from ouro_batch.environment import versions
+from ouro_batch.errors import EngineError, ModelError, RequestError
+from ouro_batch.model.chat import ChatTemplate, encode_chat
+from ouro_batch.model.config import ModelConfig
+from ouro_batch.model.hub import resolve
+from ouro_batch.model.ouro import Ouro
+from ouro_batch.model.tokenizer import Tokenizer
+from ouro_batch.model.weights import load_weights
+from ouro_batch.params import RequestOutput, SamplingParams, Timing, Usage
+from ouro_batch.runner.base import MAX_STOP_IDS
+from ouro_batch.runner.eager import EagerRunner
+
+__all__ = ["LLM", "EngineSnapshot", "RequestOutput", "SamplingParams", "derive_seed"]
+
+SCHEDULES = ("refill", "no-refill", "serial")
+ATTENTIONS = ("auto", "torch")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def derive_seed(job_seed: int, index: int, sample: int = 0) -> int:
+    """The seed of a request that names none: a hash of (job seed, index, sample).
+
+    53 bits, so that it passes unchanged through JSON tools that know only doubles.
+    """
+    digest = hashlib.blake2b(f"{job_seed}/{index}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 11
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """The engine at this moment, for a progress display; token and loop counts are totals."""
+
+    rows_in_use: int
+    max_rows: int
+    waiting: int
+    kv_blocks_in_use: int
+    kv_blocks: int
+    prompt_tokens: int
+    completion_tokens: int
+    decode_tokens: int
+    decode_loops: int
+
+
+class LLM:
+    """A looped model ready to run requests.
+
+    Args:
+        model: a folder with a checkpoint, or a hub id.
+        revision: branch, tag or commit of a hub id; None is the pinned one or the default branch.
+        device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1".
+        dtype: "auto" (FP32 on a CPU, the checkpoint's on a GPU), "float32", "bfloat16", "float16".
+        attention: "auto" or "torch" (the reference).
+        schedule: "refill" (a token that exits makes room for its successor in the next loop
+            step), "no-refill" (running tokens wait for each other), "serial" (one request).
+        loops: run the whole model with another ``total_ut_steps``, for prompt and output alike.
+        max_rows: requests that run at once; None: 256 on a GPU, 64 on a CPU.
+        max_batched_tokens: tokens of one step, decode rows and prompt tokens together; None:
+            2,048 on a GPU, 1,024 on a CPU, beyond one for each row.
+        block_size: slots of a block.
+        kv_tokens: full-depth tokens the cache holds. At most one of this and ``kv_memory``.
+        kv_memory: GiB of cache. None of both: on a GPU what ``gpu_memory_utilization`` leaves
+            free, on a CPU a quarter of the free memory; never more than ``max_rows`` can use.
+        gpu_memory_utilization: share of the GPU's memory that weights and cache may take.
+        max_model_len: tokens of prompt and output together; None: the model's positions.
+        batch_invariant: not built yet; True is refused.
+        seed: requests without a seed derive theirs from it.
+
+    Raises:
+        ModelError: the checkpoint is missing, broken or not supported.
+        EngineError: an option, the device or its memory does not allow to run.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        attention: str = "auto",
+        schedule: str = "refill",
+        loops: int | None = None,
+        max_rows: int | None = None,
+        max_batched_tokens: int | None = None,
+        block_size: int = 16,
+        kv_tokens: int | None = None,
+        kv_memory: float | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        batch_invariant: bool = False,
+        seed: int = 0,
+    ):
+        if batch_invariant:
+            raise EngineError("batch_invariant is not supported yet; leave it out")
+        _check_choice("schedule", schedule, SCHEDULES)
+        _check_choice("attention", attention, ATTENTIONS)
+        for name, value in [
+            ("loops", loops),
+            ("max_rows", max_rows),
+            ("max_batched_tokens", max_batched_tokens),
+            ("block_size", block_size),
+            ("kv_tokens", kv_tokens),
+            ("max_model_len", max_model_len),
+        ]:
+            _check_positive(name, value)
+        self.seed = seed
+        self.device = _resolve_device(device)
+        self.checkpoint = resolve(str(model), revision)
+        config = ModelConfig.from_folder(self.checkpoint.folder)
+        self.config = config if loops is None else replace(config, loops=loops)
+        self.dtype = _resolve_dtype(dtype, config.dtype, self.device)
+        self.schedule = schedule
+
+        on_gpu = self.device.type == "cuda"
+        rows = max_rows or (256 if on_gpu else 64)
+        if schedule == "serial":
+            rows = 1
+        batched = max_batched_tokens or rows + (2048 if on_gpu else 1024)
+        if batched <= rows:
+            raise EngineError(
+                f"max_batched_tokens {batched} must be above max_rows {rows}: a step runs one token"
+                " for each row besides prompt tokens (raise it or lower max_rows)"
+            )
+        positions = config.max_position_embeddings
+        self.max_model_len = max_model_len or positions
+        if self.max_model_len > positions:
+            raise EngineError(
+                f"max_model_len {max_model_len} is above the model's {positions} positions"
+            )
+
+        self.tokenizer, self._no_tokenizer = _load_tokenizer(self.checkpoint.folder)
+        self.chat_template = ChatTemplate.from_folder(self.checkpoint.folder)
+        self._end_of_turn: int | None = None
+        if self.chat_template is not None and self.tokenizer is not None:
+            self._end_of_turn = self.chat_template.end_of_turn_token_id(self.tokenizer)
+        weights = load_weights(self.checkpoint.folder, self.config, self.device, self.dtype)
+        blocks = memory.cache_blocks(
+            self.config,
+            self.dtype,
+            self.device,
+            block_size=block_size,
+            rows=rows,
+            max_model_len=self.max_model_len,
+            kv_tokens=kv_tokens,
+            kv_memory=kv_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
+        self.blocks = BlockManager(blocks, block_size, self.config.loops)
+        scheduler = Scheduler(self.blocks, rows=rows, max_batched_tokens=batched)
+        try:
+            runner = EagerRunner(
+                Ouro(self.config, weights),
+                ReferenceAttention(),
+                rows=rows,
+                blocks=blocks,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+                refill=schedule != "no-refill",
+            )
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise EngineError(
+                f"cannot allocate a cache of {blocks} blocks on {self.device}: {error} (lower"
+                " kv_memory, kv_tokens or gpu_memory_utilization)"
+            ) from error
+        self.max_rows = rows
+        self.max_batched_tokens = batched
+        self.engine: Engine | None = Engine(scheduler, runner)
+        self._unfinished: dict[int, Request] = {}
+        self._next_id = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop weights and cache; unfinished requests are lost."""
+        self.engine = None
+        self._unfinished.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts (text or token ids) to their end; results in input order.
+
+        ``params`` is one for all or one for each. A prompt without a seed derives its own from
+        the LLM's seed and its index here.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be run; none is, then.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self._run_all([{"prompt": prompt} for prompt in prompts], params)
+
+    def chat(
+        self,
+        conversations: Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` for lists of ``{"role", "content"}`` messages, through the chat template."""
+        kwargs = {"chat_template_kwargs": chat_template_kwargs}
+        return self._run_all([{"messages": c, **kwargs} for c in conversations], params)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Messages | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        index: int = 0,
+    ) -> int:
+        """Queue one request, given by ``prompt`` or by ``messages``; returns its id.
+
+        ``index`` is its place in the job, from which a missing seed derives.
+
+        Raises:
+            RequestError: it cannot be run; nothing was queued.
+        """
+        params = params or SamplingParams()
+        if (prompt is None) == (messages is None):
+            raise RequestError("a request needs either a prompt or messages, one of the two")
+        if messages is not None:
+            tokens = self._encode_chat(messages, chat_template_kwargs or {})
+        else:
+            tokens = self._encode_prompt(prompt)
+        request = Request(
+            request_id=self._next_id,
+            prompt=tokens,
+            params=params,
+            seed=derive_seed(self.seed, index) if params.seed is None else params.seed,
+            loops=self.config.loops,
+            exit_threshold=self._exit_threshold(params),
+            stop_ids=self._stop_ids(params, chat=messages is not None),
+            arrived=time.perf_counter(),
+            text=self.tokenizer and OutputText(self.tokenizer.detokenizer(), params.stop),
+        )
+        self._check(request)
+        self._running_engine().add_request(request)
+        self._unfinished[request.request_id] = request
+        self._next_id += 1
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step; the requests that have finished.
+
+        Raises:
+            EngineError: the device failed; every unfinished request is lost.
+        """
+        try:
+            outputs = self._running_engine().step()
+        except RuntimeError as error:
+            self._unfinished.clear()
+            raise EngineError(
+                f"the engine stopped on {self.device}: {error} (out of memory? lower max_rows,"
+                " max_batched_tokens or the cache)"
+            ) from error
+        finished = [o.request_id for o in outputs if o.finish_reason is not None]
+        return [_output(self._unfinished.pop(request_id)) for request_id in finished]
+
+    def abort(self, request_id: int) -> RequestOutput | None:
+        """End a request now; what it has so far, or None where it had ended already."""
+        request = self._running_engine().abort(request_id)
+        self._unfinished.pop(request_id, None)
+        return request and _output(request)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Text that each token adds; joined they are the text of all."""
+        if self.tokenizer is None:
+            raise ModelError(self._no_tokenizer)
+        detokenizer = self.tokenizer.detokenizer()
+        texts = [detokenizer.push(token) for token in token_ids]
+        if texts:
+            texts[-1] += detokenizer.flush()
+        return texts
+
+    def snapshot(self) -> EngineSnapshot:
+        """Where the engine stands; cheap."""
+        engine = self._running_engine()
+        counts = engine.statistics
+        return EngineSnapshot(
+            rows_in_use=len(engine.scheduler.running),
+            max_rows=self.max_rows,
+            waiting=len(engine.scheduler.waiting),
+            kv_blocks_in_use=self.blocks.in_use,
+            kv_blocks=self.blocks.blocks,
+            prompt_tokens=counts.prefill_tokens,
+            completion_tokens=counts.completion_tokens,
+            decode_tokens=counts.decode_tokens,
+            decode_loops=counts.decode_loops,
+        )
+
+    def statistics(self) -> dict[str, Any]:
+        """Totals since the start, ready for JSON."""
+        counts = self._running_engine().statistics
+        on_gpu = self.device.type == "cuda"
+        return {
+            "steps": counts.steps,
+            "prefill_tokens": counts.prefill_tokens,
+            "completion_tokens": counts.completion_tokens,
+            "dropped_tokens": counts.dropped_tokens,
+            "decode_loops": counts.decode_loops,
+            "mean_exit_depth": counts.mean_exit_depth,
+            "exit_depths": {
+                str(d): counts.exit_depths[d] for d in range(1, self.config.loops + 1)
+            },
+            "rows_in_use": {
+                "mean": counts.mean_rows_in_use,
+                "max": max(counts.rows_in_use, default=0),
+                "steps_by_rows": {str(r): n for r, n in sorted(counts.rows_in_use.items())},
+            },
+            "peak_requests": counts.peak_requests,
+            "cache": {
+                "blocks": self.blocks.blocks,
+                "block_size": self.blocks.block_size,
+                "tokens": self.blocks.blocks * self.blocks.block_size // self.config.loops,
+                "peak_blocks": counts.peak_blocks,
+                "bytes": self.blocks.blocks
+                * memory.block_bytes(self.config, self.dtype, self.blocks.block_size),
+            },
+            "peak_memory_bytes": memory.peak_bytes(self.device),
+            "memory_kind": "device" if on_gpu else "process",
+            "finish_reasons": dict(counts.finish_reasons),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Model, device, options and versions, ready for JSON."""
+        return {
+            "model": {
+                "name": self.checkpoint.name,
+                "revision": self.checkpoint.revision,
+                "config": asdict(self.config),
+            },
+            "device": memory.device_name(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": "torch",
+            "schedule": self.schedule,
+            "loops": self.config.loops,
+            "max_rows": self.max_rows,
+            "max_batched_tokens": self.max_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "seed": self.seed,
+            "versions": versions(),
+        }
+
+    def _run_all(
+        self,
+        requests: list[dict[str, Any]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(requests)
+        if len(params) != len(requests):
+            raise RequestError(f"{len(params)} sampling params for {len(requests)} prompts")
+        order: dict[int, int] = {}
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        try:
+            for index, (request, own) in enumerate(zip(requests, params, strict=True)):
+                try:
+                    order[self.add_request(params=own, index=index, **request)] = index
+                except RequestError as error:
+                    raise RequestError(f"prompt {index}: {error}", error.type) from error
+            while not all(outputs):
+                for output in self.step():
+                    # Requests added by hand before this call are not this call's to return.
+                    if output.request_id in order:
+                        outputs[order[output.request_id]] = output
+        except BaseException:
+            if self.engine is not None:
+                for request_id in order:
+                    self.abort(request_id)
+            raise
+        return outputs
+
+    def _running_engine(self) -> Engine:
+        if self.engine is None:
+            raise EngineError("this LLM is closed")
+        return self.engine
+
+    def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._text_tokenizer().encode(prompt)
+        tokens = list(prompt)
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(f"a prompt of token ids holds {token!r}, which is no integer")
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {self.config.vocab_size}"
+                )
+        return tokens
+
+    def _encode_chat(self, messages: Messages, kwargs: Mapping[str, Any]) -> list[int]:
+        if self.chat_template is None:
+            raise RequestError(
+                f"{self.checkpoint.name} has no chat template: give a prompt instead of messages"
+            )
+        return encode_chat(self._text_tokenizer(), self.chat_template, messages, kwargs)
+
+    def _text_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self._no_tokenizer}; only prompts of token ids can be run")
+        return self.tokenizer
+
+    def _check(self, request: Request) -> None:
+        """Refuse what the model or an empty cache cannot hold."""
+        params, loops, prompt_tokens = request.params, self.config.loops, len(request.prompt)
+        if not prompt_tokens:
+            raise RequestError("the prompt is empty")
+        total = prompt_tokens + params.max_tokens
+        if total > self.max_model_len:
+            raise RequestError(
+                f"{prompt_tokens} prompt tokens and max_tokens {params.max_tokens} make {total}; the"
+                f" longest possible is {self.max_model_len} (shorten the prompt, lower max_tokens"
+                " or raise max_model_len)",
+                "too_long",
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; this model has none")
+        for token in params.stop_token_ids:
+            if token >= self.config.vocab_size:
+                raise RequestError(
+                    f"stop token id {token} is outside the vocabulary of {self.config.vocab_size}"
+                )
+        if params.exit_depths is not None:
+            first, *rest = params.exit_depths[: params.max_tokens]
+            if first != loops:
+                raise RequestError(
+                    f"exit_depths[0] is {first}; the first token comes from prefill, which runs"
+                    f" all {loops} loops"
+                )
+            if max(rest, default=1) > request.max_loops:
+                raise RequestError(
+                    f"exit_depths holds {max(rest)}; at most {request.max_loops} loops run"
+                )
+        needed = self.blocks.needed(prompt_tokens, request.decode_slots())
+        if needed > self.blocks.blocks:
+            per_token = self.blocks.block_size / loops
+            raise RequestError(
+                f"the request needs {math.ceil(needed * per_token):,} tokens of cache; this cache"
+                f" holds {math.floor(self.blocks.blocks * per_token):,} (raise kv_memory or"
+                " kv_tokens, or lower max_tokens)",
+                "too_long",
+            )
+
+    def _exit_threshold(self, params: SamplingParams) -> float:
+        threshold = params.exit_threshold
+        if threshold is None:
+            threshold = self.config.exit_threshold
+        return threshold if threshold < 1 else math.inf
+
+    def _stop_ids(self, params: SamplingParams, *, chat: bool) -> tuple[int, ...]:
+        own: list[int] = []
+        if not params.ignore_eos:
+            own += self.config.eos_token_ids
+            if chat and self._end_of_turn is not None:
+                own.append(self._end_of_turn)
+        ids = tuple(dict.fromkeys([*own, *params.stop_token_ids]))
+        if len(ids) > MAX_STOP_IDS:
+            raise RequestError(f"{len(ids)} stop token ids; at most {MAX_STOP_IDS} are supported")
+        return ids
+
+
+def _output(request: Request) -> RequestOutput:
+    def seconds(begin: float, end: float) -> float:
+        return 0.0 if math.isnan(begin) or math.isnan(end) else max(end - begin, 0.0)
+
+    return RequestOutput(
+        request_id=request.request_id,
+        text="" if request.text is None else request.text.text,
+        token_ids=request.token_ids,
+        exit_depths=request.exit_depths,
+        finish_reason=request.finish_reason,
+        usage=Usage(len(request.prompt), len(request.token_ids), sum(request.exit_depths[1:])),
+        timing=Timing(
+            queue_s=seconds(request.arrived, request.admitted),
+            prefill_s=seconds(request.admitted, request.first_token),
+            decode_s=seconds(request.first_token, request.finished),
+            total_s=seconds(request.arrived, request.finished),
+        ),
+        seed=request.seed,
+    )
+
+
+def _load_tokenizer(folder: Any) -> tuple[Tokenizer | None, str]:
+    """The tokenizer, or None and why: prompts of token ids run without one."""
+    try:
+        return Tokenizer.from_folder(folder), ""
+    except ModelError as error:
+        if (folder / "tokenizer.json").exists():
+            raise
+        return None, str(error)
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise EngineError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise EngineError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise EngineError(f"device {device!r} is not known: use auto, cpu or cuda") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise EngineError(f"device {device!r} is not supported: use auto, cpu or cuda")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise EngineError(f"device {device!r} was asked for, but torch sees no CUDA device")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise EngineError(f"device {device!r} does not exist; {torch.cuda.device_count()} do")
+    return resolved
+
+
+def _resolve_dtype(dtype: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    _check_choice("dtype", dtype, ("auto", *DTYPES))
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else checkpoint
+    return DTYPES[dtype]

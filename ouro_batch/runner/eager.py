@@ -1,0 +1,198 @@
+"""The eager runner: one loop step at a time in plain torch, on any device."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from ouro_batch.attention.base import Attention, KVCache, PrefillSegment
+from ouro_batch.model.ouro import Ouro
+from ouro_batch.runner.base import PrefillChunk, Runner, StepPlan, StepResult, TokenEvent
+from ouro_batch.runner.sampling import sample
+from ouro_batch.runner.state import RowState
+
+
+class EagerRunner(Runner):
+    """Runs plans with data-dependent shapes: rows that do not run cost nothing.
+
+    Args:
+        model: the equations and weights.
+        attention: how queries read the cache.
+        rows: rows of the decode state, R.
+        blocks, block_size: the pool of key/value slots is ``blocks * block_size`` long.
+        max_model_len: positions a request may have.
+        refill: False makes rows wait, once their token has exited, until every running token has.
+    """
+
+    def __init__(
+        self,
+        model: Ouro,
+        attention: Attention,
+        *,
+        rows: int,
+        blocks: int,
+        block_size: int,
+        max_model_len: int,
+        refill: bool = True,
+    ):
+        config = model.config
+        self.model = model
+        self.attention = attention
+        self.refill = refill
+        self.cache = KVCache.allocate(
+            config.num_layers,
+            blocks * block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            model.device,
+            model.dtype,
+        )
+        self.state = RowState.allocate(
+            config, rows, max_model_len, block_size, model.device, model.dtype
+        )
+        self._launched: deque[StepResult] = deque()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        state = self.state
+        for row in plan.stop_rows:
+            state.active[row] = False
+        for start in plan.start_rows:
+            state.start(start)
+        events: list[TokenEvent] = []
+        rows_run = self._decode(events) if plan.decode else 0
+        if plan.chunks:
+            self._prefill(plan.chunks, events)
+        self._launched.append(StepResult(events, rows_run))
+
+    def collect(self) -> StepResult:
+        return self._launched.popleft()
+
+    def reset(self) -> None:
+        self.state.active.fill_(False)
+        self._launched.clear()
+
+    @torch.inference_mode()
+    def read_planes(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        device = self.model.device
+        planes = torch.arange(self.model.config.loops, device=device)[:, None]
+        positions = torch.arange(length, device=device)[None, :]
+        slots = self.state.tables.lookup(torch.tensor(row, device=device), planes, positions)
+        return (
+            self.cache.keys[:, slots].transpose(0, 1),
+            self.cache.values[:, slots].transpose(0, 1),
+        )
+
+    def _rows_to_run(self) -> Tensor:
+        """Ids, int64 [R'], of the rows whose token runs a loop in this step."""
+        state = self.state
+        run = state.active
+        if not self.refill:
+            midway = run & (state.depth > 0)
+            run = torch.where(midway.any(), midway, run)
+        return run.nonzero().squeeze(1)
+
+    def _decode(self, events: list[TokenEvent]) -> int:
+        """One loop for every running row; returns how many rows ran."""
+        state, model = self.state, self.model
+        rows = self._rows_to_run()
+        if not len(rows):
+            return 0
+        planes = state.depth[rows].long()  # the loop about to run, counted from 0
+        fresh = planes == 0
+        hidden = torch.where(
+            fresh[:, None], model.embed(state.token[rows].long()), state.hidden[rows]
+        )
+        positions = state.position[rows].long()
+        slots = state.take_slots(rows, planes)
+        plan = self.attention.plan_decode(state.tables, rows, planes, positions)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.cache.write(layer, slots, k, v)
+            return self.attention.decode(plan, q, self.cache, layer)
+
+        hidden = model.loop(hidden, model.rope(positions), attend)
+        survival = torch.where(fresh, 1.0, state.survival[rows])
+        survival = survival * torch.sigmoid(-model.gate(hidden))
+        exits = self._exits(rows, planes + 1, survival)
+
+        state.hidden[rows] = hidden
+        state.survival[rows] = survival
+        state.depth[rows] += 1
+        if exits.any():
+            self._emit(rows[exits], hidden[exits], planes[exits] + 1, events)
+        return len(rows)
+
+    def _exits(self, rows: Tensor, depths: Tensor, survival: Tensor) -> Tensor:
+        """Which rows' tokens leave after ``depths`` loops, bool [R']."""
+        state = self.state
+        gate = (depths >= state.min_loops[rows]) & (1 - survival >= state.exit_threshold[rows])
+        replayed = depths >= state.replay_depths[rows, state.generated[rows].long()]
+        return (depths >= state.max_loops[rows]) | torch.where(state.replay[rows], replayed, gate)
+
+    def _prefill(self, chunks: list[PrefillChunk], events: list[TokenEvent]) -> None:
+        """Run prompt tokens of several rows through all loops, packed."""
+        model, tables, device = self.model, self.state.tables, self.model.device
+        segments = [PrefillSegment(c.row, c.start, len(c.tokens)) for c in chunks]
+        lengths = torch.tensor([s.length for s in segments], device=device)
+        rows = torch.tensor([s.row for s in segments], device=device).repeat_interleave(lengths)
+        positions = torch.cat(
+            [torch.arange(s.start, s.start + s.length, device=device) for s in segments]
+        )
+        tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
+        rope = model.rope(positions)
+        hidden = model.embed(tokens)
+        for plane in range(model.config.loops):
+            slots = tables.lookup(rows, torch.tensor(plane, device=device), positions)
+            plan = self.attention.plan_prefill(tables, segments, plane)
+
+            def attend(
+                layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor = slots, plan=plan
+            ) -> Tensor:
+                self.cache.write(layer, slots, k, v)
+                return self.attention.prefill(plan, q, self.cache, layer)
+
+            hidden = model.loop(hidden, rope, attend)
+
+        last = torch.tensor([c.last for c in chunks], device=device)
+        if last.any():
+            ends = lengths.cumsum(0)[last] - 1
+            depths = torch.full_like(ends, model.config.loops)
+            self._emit(rows[ends], hidden[ends], depths, events)
+
+    def _emit(
+        self, rows: Tensor, hidden: Tensor, depths: Tensor, events: list[TokenEvent]
+    ) -> None:
+        """Sample the next token of each row [R'] from its exit state and make it the running one.
+
+        A row without an output token is at the end of its prompt; any other publishes the keys
+        and values of the token that has just exited.
+        """
+        state = self.state
+        tokens = sample(
+            self.model.logits(hidden),
+            state.temperature[rows],
+            state.top_k[rows],
+            state.top_p[rows],
+            state.seed[rows],
+            state.generated[rows].long(),
+        )
+        decoded = state.generated[rows] > 0
+        state.publish_last_exited(rows[decoded], depths[decoded] - 1)
+        state.token[rows] = tokens.int()
+        state.position[rows] = torch.where(
+            decoded, state.position[rows] + 1, state.tables.prompt_lengths[rows]
+        )
+        state.depth[rows] = 0
+        state.generated[rows] += 1
+        stopped = (state.stop_ids[rows] == tokens[:, None]).any(1)
+        finished = stopped | (state.generated[rows] >= state.max_tokens[rows])
+        state.active[rows] = ~finished
+        events.extend(
+            TokenEvent(*event)
+            for event in zip(
+                rows.tolist(), tokens.tolist(), depths.tolist(), finished.tolist(), strict=True
+            )
+        )

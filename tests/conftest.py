@@ -1,0 +1,48 @@
+"""Fixtures for all tests: the golden data and small models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ouro_batch import SamplingParams
+
+ORACLE = Path(__file__).parent / "data" / "oracle"
+ORACLE_NAMES = ("mha-4loop", "gqa-3loop", "bf16-192")
+
+
+@dataclass
+class OracleData:
+    """One folder of golden data; ``cases`` are generations, ``tensors`` dense and cache values."""
+
+    folder: Path
+    cases: list[dict]
+    tensors: dict[str, torch.Tensor]
+
+    def params(self, case: dict) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=case["max_tokens"],
+            exit_threshold=case["exit_threshold"],
+            min_loops=case["min_loops"],
+            max_loops=case["max_loops"],
+            ignore_eos=True,
+        )
+
+
+def load_oracle(name: str) -> OracleData:
+    folder = ORACLE / name
+    return OracleData(
+        folder,
+        json.loads((folder / "cases.json").read_text()),
+        load_file(folder / "cases.safetensors"),
+    )
+
+
+@pytest.fixture(params=ORACLE_NAMES)
+def oracle(request: pytest.FixtureRequest) -> OracleData:
+    return load_oracle(request.param)

@@ -1,0 +1,138 @@
+"""An independent oracle: one request at a time, one token at a time, in FP64.
+
+It shares no code with the engine but the noise of sampling: no batch, no blocks, no fused
+weights; a token that exits early has its keys and values copied into the planes it skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from ouro_batch.params import SamplingParams
+from ouro_batch.runner.sampling import gumbel_noise
+
+
+@dataclass
+class OracleOutput:
+    tokens: list[int]
+    depths: list[int]
+    margins: list[float]  # for each token: how close the nearest decision was to falling otherwise
+    keys: torch.Tensor  # [L, N, positions, G, D]
+    values: torch.Tensor
+
+
+class SerialOracle:
+    """Random or loaded weights by checkpoint name; ``config`` is a config.json as a dict."""
+
+    def __init__(self, config: dict, tensors: dict[str, torch.Tensor]):
+        self.config = config
+        self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> SerialOracle:
+        config = json.loads((folder / "config.json").read_text())
+        return cls(config, load_file(folder / "model.safetensors"))
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        rms = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+        return x / rms * self.tensors[f"model.{name}.weight"]
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        frequency = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
+        angle = (positions.double()[:, None] * frequency)[:, None, :]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat(
+            (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1
+        )
+
+    def loop(self, h, positions, keys, values):
+        """One loop for tokens [T]; appends to this plane's per-layer lists of keys and values."""
+        c = self.config
+        heads, groups, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        for i in range(c["num_hidden_layers"]):
+            def linear(x, name, i=i):
+                return x @ self.tensors[f"model.layers.{i}.{name}.weight"].T
+
+            x = self.norm(h, f"layers.{i}.input_layernorm")
+            q = self.rotate(linear(x, "self_attn.q_proj").view(-1, heads, dim), positions)
+            k = self.rotate(linear(x, "self_attn.k_proj").view(-1, groups, dim), positions)
+            v = linear(x, "self_attn.v_proj").view(-1, groups, dim)
+            keys[i] = torch.cat((keys[i], k))
+            values[i] = torch.cat((values[i], v))
+            all_k = keys[i].repeat_interleave(heads // groups, 1)
+            all_v = values[i].repeat_interleave(heads // groups, 1)
+            scores = torch.einsum("thd,khd->htk", q, all_k) / math.sqrt(dim)
+            later = torch.arange(len(all_k))[None, :] > positions[:, None]
+            weights = scores.masked_fill(later, -math.inf).softmax(-1)
+            out = torch.einsum("htk,khd->thd", weights, all_v).flatten(1)
+            h = h + self.norm(linear(out, "self_attn.o_proj"), f"layers.{i}.input_layernorm_2")
+            x = self.norm(h, f"layers.{i}.post_attention_layernorm")
+            gate = linear(x, "mlp.gate_proj")
+            x = linear(gate * gate.sigmoid() * linear(x, "mlp.up_proj"), "mlp.down_proj")
+            h = h + self.norm(x, f"layers.{i}.post_attention_layernorm_2")
+        return self.norm(h, "norm")
+
+    @torch.inference_mode()
+    def generate(
+        self, prompt: list[int], params: SamplingParams, stop_ids: tuple[int, ...] = ()
+    ) -> OracleOutput:
+        c, tensors = self.config, self.tensors
+        loops, layers = c["total_ut_steps"], c["num_hidden_layers"]
+        empty = torch.zeros(0, c["num_key_value_heads"], c["head_dim"]).double()
+        keys = [[empty] * layers for _ in range(loops)]
+        values = [[empty] * layers for _ in range(loops)]
+        positions = torch.arange(len(prompt))
+        h = tensors["model.embed_tokens.weight"][torch.tensor(prompt)]
+        for d in range(loops):
+            h = self.loop(h, positions, keys[d], values[d])
+        token, margin = self.choose(h[-1], params, 0)
+        tokens, depths, margins = [token], [loops], [margin]
+        threshold = c["early_exit_threshold"]
+        if params.exit_threshold is not None:
+            threshold = params.exit_threshold
+        deepest = min(loops, params.max_loops or loops)
+        while tokens[-1] not in stop_ids and len(tokens) < params.max_tokens:
+            h = tensors["model.embed_tokens.weight"][torch.tensor([tokens[-1]])]
+            position = torch.tensor([len(prompt) + len(tokens) - 1])
+            survival, nearest = 1.0, math.inf
+            for d in range(1, deepest + 1):
+                h = self.loop(h, position, keys[d - 1], values[d - 1])
+                gate = h[0] @ tensors["model.early_exit_gate.weight"][0]
+                gate = gate + tensors["model.early_exit_gate.bias"][0]
+                survival *= 1 - float(gate.sigmoid())
+                if d == deepest:
+                    break
+                if params.exit_depths is not None:
+                    if d >= params.exit_depths[len(tokens)]:
+                        break
+                elif threshold < 1 and d >= params.min_loops:
+                    nearest = min(nearest, abs(1 - survival - threshold))
+                    if 1 - survival >= threshold:
+                        break
+            for skipped in range(d, loops):
+                for i in range(layers):
+                    keys[skipped][i] = torch.cat((keys[skipped][i], keys[d - 1][i][-1:]))
+                    values[skipped][i] = torch.cat((values[skipped][i], values[d - 1][i][-1:]))
+            token, margin = self.choose(h[0], params, len(tokens))
+            tokens.append(token)
+            depths.append(d)
+            margins.append(min(margin, nearest))
+        stack = [torch.stack([torch.stack(plane) for plane in kv]) for kv in (keys, values)]
+        return OracleOutput(tokens, depths, margins, *stack)
+
+    def choose(self, h, params, position) -> tuple[int, float]:
+        tied = self.config["tie_word_embeddings"]
+        head = self.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        scores = head @ h
+        if params.temperature > 0:
+            noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([position]), len(scores))
+            scores = scores / params.temperature + noise[0].double()
+        best = scores.topk(2)
+        return int(best.indices[0]), float(best.values[0] - best.values[1])
