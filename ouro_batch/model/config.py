@@ -98,7 +98,7 @@ class ModelConfig:
             )
         head_dim = fields.integer("head_dim", default=hidden // heads)
         if head_dim % 2:
-            raise fields.error("head_dim", f"must be even for RoPE, got {head_dim}")
+            raise fields.error("head_dim", "must be even for RoPE")
         rope_theta, rope_scaling_factor = _rope(fields)
         return cls(
             vocab_size=fields.integer("vocab_size"),
@@ -126,7 +126,7 @@ class _Fields:
 
     def __init__(self, values: dict, source: str):
         self._values = values
-        self._source = source
+        self.source = source
 
     def get(self, key: str) -> object:
         return self._values.get(key)
@@ -138,12 +138,12 @@ class _Fields:
             return None
         if not isinstance(value, dict):
             raise self.error(key, "must be an object or null")
-        return _Fields(value, f"{self._source}: {key}")
+        return _Fields(value, f"{self.source}: {key}")
 
     def error(self, key: str, problem: str, way_out: str = "correct it") -> ModelError:
         value = self.get(key)
         what = key if value is None else f"{key} {value!r}"
-        return ModelError(f"{self._source}: {what} {problem} ({way_out})")
+        return ModelError(f"{self.source}: {what} {problem} ({way_out})")
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer >= 1."""
@@ -221,7 +221,7 @@ def _refuse_unsupported(fields: _Fields) -> None:
     for kind in layer_types or ():
         if kind != "full_attention":
             raise ModelError(
-                f"{fields._source}: layer_types holds {kind!r}, which is not supported"
+                f"{fields.source}: layer_types holds {kind!r}, which is not supported"
                 " (only checkpoints with full_attention in every layer run)"
             )
     if fields.get("hidden_act") not in (None, "silu"):
