@@ -188,6 +188,7 @@ class LLM:
         self.max_batched_tokens = batched
         self.engine: Engine | None = Engine(scheduler, runner)
         self._unfinished: dict[int, Request] = {}
+        self._held: list[RequestOutput] = []  # finished during a generate() that did not own them
         self._next_id = 0
 
     def __enter__(self) -> LLM:
@@ -200,6 +201,7 @@ class LLM:
         """Drop weights and cache; unfinished requests are lost."""
         self.engine = None
         self._unfinished.clear()
+        self._held.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -231,7 +233,8 @@ class LLM:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._unfinished)
+        """Whether ``step`` has more to return."""
+        return bool(self._unfinished or self._held)
 
     def add_request(
         self,
@@ -288,7 +291,8 @@ class LLM:
                 " max_batched_tokens or the cache)"
             ) from error
         finished = [o.request_id for o in outputs if o.finish_reason is not None]
-        return [_output(self._unfinished.pop(request_id)) for request_id in finished]
+        held, self._held = self._held, []
+        return held + [_output(self._unfinished.pop(request_id)) for request_id in finished]
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """End a request now; what it has so far, or None where it had ended already."""
@@ -333,9 +337,7 @@ class LLM:
             "dropped_tokens": counts.dropped_tokens,
             "decode_loops": counts.decode_loops,
             "mean_exit_depth": counts.mean_exit_depth,
-            "exit_depths": {
-                str(d): counts.exit_depths[d] for d in range(1, self.config.loops + 1)
-            },
+            "exit_depths": {str(d): counts.exit_depths[d] for d in range(1, self.config.loops + 1)},
             "rows_in_use": {
                 "mean": counts.mean_rows_in_use,
                 "max": max(counts.rows_in_use, default=0),
@@ -385,6 +387,7 @@ class LLM:
         if len(params) != len(requests):
             raise RequestError(f"{len(params)} sampling params for {len(requests)} prompts")
         order: dict[int, int] = {}
+        others: list[RequestOutput] = []
         outputs: list[RequestOutput | None] = [None] * len(requests)
         try:
             for index, (request, own) in enumerate(zip(requests, params, strict=True)):
@@ -394,14 +397,17 @@ class LLM:
                     raise RequestError(f"prompt {index}: {error}", error.type) from error
             while not all(outputs):
                 for output in self.step():
-                    # Requests added by hand before this call are not this call's to return.
                     if output.request_id in order:
                         outputs[order[output.request_id]] = output
+                    else:
+                        others.append(output)
         except BaseException:
             if self.engine is not None:
                 for request_id in order:
                     self.abort(request_id)
             raise
+        finally:
+            self._held += others
         return outputs
 
     def _running_engine(self) -> Engine:

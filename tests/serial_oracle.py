@@ -48,15 +48,14 @@ class SerialOracle:
         frequency = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
         angle = (positions.double()[:, None] * frequency)[:, None, :]
         a, b = x[..., :half], x[..., half:]
-        return torch.cat(
-            (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1
-        )
+        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
     def loop(self, h, positions, keys, values):
         """One loop for tokens [T]; appends to this plane's per-layer lists of keys and values."""
         c = self.config
         heads, groups, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
         for i in range(c["num_hidden_layers"]):
+
             def linear(x, name, i=i):
                 return x @ self.tensors[f"model.layers.{i}.{name}.weight"].T
 

@@ -83,7 +83,12 @@ class Ouro:
         return rms_norm(x, weight, self.config.rms_norm_eps)
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Attend,
     ) -> Tensor:
         c = self.config
         heads, kv_heads = c.num_heads, c.num_kv_heads

@@ -162,9 +162,7 @@ class EagerRunner(Runner):
             depths = torch.full_like(ends, model.config.loops)
             self._emit(rows[ends], hidden[ends], depths, events)
 
-    def _emit(
-        self, rows: Tensor, hidden: Tensor, depths: Tensor, events: list[TokenEvent]
-    ) -> None:
+    def _emit(self, rows: Tensor, hidden: Tensor, depths: Tensor, events: list[TokenEvent]) -> None:
         """Sample the next token of each row [R'] from its exit state and make it the running one.
 
         A row without an output token is at the end of its prompt; any other publishes the keys

@@ -1,0 +1,259 @@
+"""The life of a request: admission, order, fairness, stops, aborts and failures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ouro_batch import LLM, SamplingParams
+from ouro_batch.engine import scheduler as scheduler_module
+from ouro_batch.errors import EngineError, RequestError
+
+from .tiny import CONFIG, write_checkpoint
+
+LOOPS = CONFIG["total_ut_steps"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def drain(llm: LLM) -> list:
+    outputs = []
+    while llm.has_unfinished:
+        outputs += llm.step()
+    return outputs
+
+
+def full_depth(max_tokens: int, **fields) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, exit_threshold=1.0, ignore_eos=True, **fields)
+
+
+def test_results_come_in_input_order_with_their_own_params(folder):
+    llm = LLM(folder, max_rows=3)
+    params = [full_depth(n) for n in (9, 1, 5, 3)]
+    outputs = llm.generate([[n] for n in range(1, 5)], params)
+    assert [len(o.token_ids) for o in outputs] == [9, 1, 5, 3]
+    assert [o.usage.prompt_tokens for o in outputs] == [1] * 4
+    assert outputs[1].mean_exit_depth is None
+    assert outputs[1].usage.loops == 0
+    assert outputs[0].mean_exit_depth == LOOPS
+    assert all(o.timing.total_s >= o.timing.decode_s >= 0 for o in outputs)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_abort_at_every_moment_frees_everything(folder, steps):
+    """Waiting, in prefill (one chunk a step), decoding: neighbours are not disturbed."""
+    llm = LLM(folder, max_rows=2, max_batched_tokens=4, block_size=2)
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
+    alone = [llm.generate([p], full_depth(6))[0].token_ids for p in prompts]
+    ids = [llm.add_request(p, full_depth(6)) for p in prompts]
+    for _ in range(steps):
+        llm.step()
+    aborted = llm.abort(ids[0])
+    assert aborted.finish_reason == "abort"
+    assert aborted.token_ids == alone[0][: len(aborted.token_ids)]
+    assert llm.abort(ids[0]) is None
+    by_id = {output.request_id: output.token_ids for output in drain(llm)}
+    assert by_id == {ids[1]: alone[1], ids[2]: alone[2]}
+    assert llm.blocks.in_use == 0
+
+
+def test_a_failing_device_frees_everything_and_the_engine_goes_on(folder, monkeypatch):
+    llm = LLM(folder, max_rows=4)
+    expected = llm.generate([[1, 2]], full_depth(5))[0].token_ids
+    for index in range(6):
+        llm.add_request([index + 1], full_depth(10))
+    llm.step()
+    llm.step()
+    model = llm.engine.runner.model
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "loop", fail)
+        with pytest.raises(EngineError, match=r"out of memory.*lower max_rows"):
+            llm.step()
+    assert llm.blocks.in_use == 0
+    assert not llm.has_unfinished
+    assert llm.generate([[1, 2]], full_depth(5))[0].token_ids == expected
+
+
+def test_a_small_request_passes_a_large_one_that_waits_for_memory(folder):
+    llm = LLM(folder, max_rows=4, block_size=4, kv_tokens=40, max_model_len=64)
+    first = llm.add_request([1] * 8, full_depth(20))
+    large = llm.add_request([2] * 20, full_depth(16))
+    small = llm.add_request([3] * 2, full_depth(4))
+    order = [output.request_id for output in drain(llm)]
+    assert order == [small, first, large]
+
+
+def test_bypass_is_bounded(folder, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MAX_BYPASS", 3)
+    llm = LLM(folder, max_rows=2, block_size=4, kv_tokens=40, max_model_len=64)
+    llm.add_request([1] * 8, full_depth(8))
+    large = llm.add_request([2] * 20, full_depth(20))
+    small = [llm.add_request([3] * 2, full_depth(4)) for _ in range(12)]
+    order = [output.request_id for output in drain(llm)]
+    ahead = [request for request in order[: order.index(large)] if request in small]
+    assert len(ahead) <= 3 + 1  # those that passed it; one may already have run beside the first
+
+
+def test_decode_goes_on_while_a_long_prompt_is_prefilled(folder):
+    llm = LLM(folder, max_rows=2, max_batched_tokens=6)
+    short = llm.add_request([1], full_depth(8))
+    long = llm.add_request([2] * 200, full_depth(2))
+    outputs = drain(llm)
+    assert [o.request_id for o in outputs] == [short, long]
+    # and the long prompt was not starved either: it ran beside the short one's decode steps
+    assert llm.statistics()["steps"] < 200 / 4 + 8 * LOOPS
+
+
+def test_serial_runs_one_request_at_a_time(folder):
+    llm = LLM(folder, schedule="serial", max_rows=8)
+    llm.generate([[i + 1] for i in range(5)], full_depth(3))
+    statistics = llm.statistics()
+    assert statistics["peak_requests"] == 1
+    assert statistics["rows_in_use"]["max"] == 1
+
+
+def test_rows_in_use_counts_what_ran(folder):
+    """no-refill: four rows start each token together; one of them leaves after loop 1."""
+    llm = LLM(folder, schedule="no-refill", max_rows=4)
+    depths = [[LOOPS, 1, 1, 1]] + [[LOOPS] * 4] * 3
+    llm.generate([[1]] * 4, [SamplingParams(4, ignore_eos=True, exit_depths=d) for d in depths])
+    rows = llm.statistics()["rows_in_use"]["steps_by_rows"]
+    assert rows == {"3": 3 * (LOOPS - 1), "4": 3}
+
+
+def test_stop_token_stays_in_token_ids(folder):
+    llm = LLM(folder)
+    tokens = llm.generate([[1, 2, 3]], full_depth(12))[0].token_ids
+    cut = tokens.index(tokens[6])
+    (output,) = llm.generate([[1, 2, 3]], full_depth(12, stop_token_ids=[tokens[6]]))
+    assert output.token_ids == tokens[: cut + 1]
+    assert output.finish_reason == "stop"
+
+
+def test_the_checkpoint_threshold_is_the_default(tmp_path):
+    early = write_checkpoint(tmp_path / "early", early_exit_threshold=0.0)
+    llm = LLM(early)
+    prompt = [[5, 6, 7]]
+    assert llm.generate(prompt, SamplingParams(5, ignore_eos=True))[0].exit_depths[1:] == [1] * 4
+    assert llm.generate(prompt, full_depth(5))[0].exit_depths == [LOOPS] * 5
+    limited = SamplingParams(5, ignore_eos=True, min_loops=2)
+    assert llm.generate(prompt, limited)[0].exit_depths[1:] == [2] * 4
+
+
+def test_replay_follows_the_given_depths(folder):
+    llm = LLM(folder)
+    depths = [LOOPS, 1, 3, 2, 1, 3]
+    (output,) = llm.generate([[4, 4]], SamplingParams(6, exit_depths=depths, ignore_eos=True))
+    assert output.exit_depths == depths
+    gated = SamplingParams(6, exit_threshold=0.5, ignore_eos=True)
+    (live,) = llm.generate([[4, 4]], gated)
+    replay = SamplingParams(6, exit_depths=live.exit_depths, ignore_eos=True)
+    assert llm.generate([[4, 4]], replay)[0].token_ids == live.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "empty"),
+        ([48], {}, "token id 48 is outside the vocabulary of 48"),
+        ([-1], {}, "token id -1 is outside"),
+        ([True], {}, "no integer"),
+        ([1] * 250, {"max_tokens": 10}, "250 prompt tokens and max_tokens 10 make 260"),
+        ([1], {"max_tokens": 200}, "needs .* tokens of cache; this cache holds 96"),
+        ([1], {"stop": "x"}, "stop strings need a tokenizer"),
+        ([1], {"stop_token_ids": [48]}, "stop token id 48 is outside"),
+        ([1], {"max_tokens": 2, "exit_depths": [1, 2]}, r"exit_depths\[0\] is 1"),
+        ([1], {"max_tokens": 2, "exit_depths": [3, 4]}, "exit_depths holds 4; at most 3"),
+        ("text", {}, "only prompts of token ids"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_and_nothing_is_queued(
+    folder, prompt, params, message
+):
+    llm = LLM(folder, kv_tokens=96, block_size=4)
+    with pytest.raises(RequestError, match=message):
+        llm.add_request(prompt, SamplingParams(**params))
+    assert not llm.has_unfinished
+
+
+def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
+    llm = LLM(folder)
+    with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
+        llm.generate([[1], []])
+    assert not llm.has_unfinished
+    with pytest.raises(RequestError, match="2 sampling params for 1 prompts"):
+        llm.generate([[1]], [SamplingParams()] * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "fifo"}, "schedule must be one of refill, no-refill, serial"),
+        ({"attention": "triton"}, "attention must be one of"),
+        ({"batch_invariant": True}, "batch_invariant is not supported yet"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"device": "cuda"}, "no CUDA device"),
+        ({"device": "quantum"}, "quantum"),
+        ({"max_rows": 0}, "max_rows must be an integer of at least 1"),
+        ({"max_rows": 8, "max_batched_tokens": 8}, "max_batched_tokens 8 must be above max_rows 8"),
+        ({"kv_tokens": 5, "kv_memory": 1.0}, "give one of them"),
+        ({"kv_memory": 1e-9}, "one token needs 3"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"max_model_len": 1000}, "max_model_len 1000 is above the model's 256 positions"),
+        ({"loops": 0}, "loops must be"),
+    ],
+)
+def test_options_that_cannot_run_are_refused_by_name(folder, options, message):
+    if options.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(EngineError, match=message):
+        LLM(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 2.0}, "max_tokens must be an integer"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "finite"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"stop": [1]}, "stop must hold only str"),
+        ({"stop": [""]}, "empty string"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"exit_threshold": -0.1}, "exit_threshold"),
+        ({"min_loops": 0}, "min_loops"),
+        ({"min_loops": 3, "max_loops": 2}, "max_loops 2 is below min_loops 3"),
+        ({"max_tokens": 3, "exit_depths": [4]}, "exit_depths gives 1 depths but max_tokens is 3"),
+        ({"n": 2}, "n is not supported yet"),
+        ({"logprobs": 1}, "logprobs is not supported yet"),
+    ],
+)
+def test_sampling_params_refuse_bad_values_by_name(fields, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**fields)
+
+
+def test_requests_beside_a_generate_call_keep_running(folder):
+    """A request added by hand is finished by ``step``, never swallowed by ``generate``."""
+    llm = LLM(folder)
+    mine = llm.add_request([1, 2], full_depth(3))
+    expected = llm.generate([[1, 2]], full_depth(9))
+    assert len(expected[0].token_ids) == 9
+    assert [o.request_id for o in drain(llm)] == [mine]
+
+
+def test_a_closed_llm_says_so(folder):
+    with LLM(folder) as llm:
+        llm.generate([[1]], full_depth(1))
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate([[1]])
