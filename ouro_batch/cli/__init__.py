@@ -1,1 +1,60 @@
 """The command line: one module a command; parses, prints, exits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from ouro_batch import __version__
+from ouro_batch.cli.run import run
+from ouro_batch.jobs.batch import ExitStatus
+
+app = typer.Typer(
+    name="ouro-batch",
+    help="Batch inference for looped language models: every loop is scheduled, every early exit"
+    " makes room at once.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ouro-batch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit with its status."""
+    try:
+        app(prog_name="ouro-batch")
+    except Exception:
+        # Python's own status for this is 1, which here says that single records failed.
+        traceback.print_exc()
+        sys.exit(ExitStatus.ENGINE)
+    finally:
+        _settle_stdout()
+
+
+def _settle_stdout() -> None:
+    """Python flushes standard output once more at exit, and complains where it was closed."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

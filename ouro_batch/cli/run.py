@@ -1,0 +1,404 @@
+"""``ouro-batch run``: its options, and what they mean to a batch."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ouro_batch.errors import RequestError
+from ouro_batch.jobs.batch import BatchOptions, ExitStatus, run_batch
+from ouro_batch.jobs.errors import UsageError
+from ouro_batch.jobs.writer import STDOUT
+from ouro_batch.params import MAX_SEED, SamplingParams
+
+if TYPE_CHECKING:
+    from ouro_batch.llm import LLM
+
+FILES = "Input and output"
+SAMPLING = "Sampling"
+EXIT = "Early exit"
+ENGINE = "Engine"
+MEMORY = "Memory"
+
+
+class Schedule(str, Enum):
+    refill = "refill"
+    no_refill = "no-refill"
+    serial = "serial"
+
+
+class Attention(str, Enum):
+    auto = "auto"
+    torch = "torch"
+    triton = "triton"
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _option(panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **settings)
+
+
+def run(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="JSON Lines files with a prompt or messages a line; - is standard input.",
+        ),
+    ],
+    model: Annotated[
+        str,
+        _option(
+            FILES,
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="Folder with a checkpoint, or a Hugging Face hub id.",
+        ),
+    ],
+    revision: Annotated[
+        str | None,
+        _option(
+            FILES,
+            "--revision",
+            metavar="REVISION",
+            help="Branch, tag or commit of a hub id.",
+            show_default="the pinned commit, or the default branch",
+        ),
+    ] = None,
+    output: Annotated[
+        str,
+        _option(
+            FILES,
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File for the output records, in input order; - is standard output, as they"
+            " finish.",
+        ),
+    ] = STDOUT,
+    overwrite: Annotated[
+        bool, _option(FILES, "--overwrite", help="Replace an output that exists.")
+    ] = False,
+    token_ids: Annotated[
+        bool, _option(FILES, "--token-ids", help="Put token ids into the output records.")
+    ] = False,
+    stats: Annotated[
+        str | None,
+        _option(
+            FILES,
+            "--stats",
+            metavar="FILE",
+            help="File for the job's statistics, replaced if it exists.",
+            show_default="OUTPUT.stats.json; none for -",
+        ),
+    ] = None,
+    preview: Annotated[
+        int | None,
+        _option(
+            FILES,
+            "--preview",
+            metavar="N",
+            min=0,
+            help="Answers to show at the end, each token coloured by its exit depth.",
+            show_default="5 on a terminal, else 0",
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, _option(FILES, "--quiet", "-q", help="No progress and no summary, only errors.")
+    ] = False,
+    max_tokens: Annotated[
+        int,
+        _option(
+            SAMPLING, "--max-tokens", metavar="N", help="Tokens to generate at most, per record."
+        ),
+    ] = SamplingParams.max_tokens,
+    temperature: Annotated[
+        float,
+        _option(
+            SAMPLING, "--temperature", metavar="T", help="Logits are divided by it; 0 is greedy."
+        ),
+    ] = SamplingParams.temperature,
+    top_p: Annotated[
+        float,
+        _option(
+            SAMPLING,
+            "--top-p",
+            metavar="P",
+            help="Sample from the likeliest tokens that reach this probability together, above 0"
+            " and at most 1.",
+        ),
+    ] = SamplingParams.top_p,
+    top_k: Annotated[
+        int,
+        _option(
+            SAMPLING,
+            "--top-k",
+            metavar="N",
+            help="Sample from this many of the likeliest tokens; 0: all.",
+        ),
+    ] = SamplingParams.top_k,
+    seed: Annotated[
+        int,
+        _option(
+            SAMPLING,
+            "--seed",
+            metavar="N",
+            min=0,
+            max=MAX_SEED,
+            help="Seed of the job; records without a seed derive theirs from it and their index.",
+        ),
+    ] = 0,
+    stop: Annotated[
+        list[str] | None,
+        _option(
+            SAMPLING,
+            "--stop",
+            metavar="TEXT",
+            help="Text that ends an answer and is left out of it; may be given several times.",
+            show_default="none",
+        ),
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None,
+        _option(
+            SAMPLING,
+            "--stop-token-id",
+            metavar="ID",
+            help="Token id that ends an answer; may be given several times.",
+            show_default="the model's end tokens only",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, _option(SAMPLING, "--ignore-eos", help="Run past the model's end tokens.")
+    ] = False,
+    exit_threshold: Annotated[
+        float | None,
+        _option(
+            EXIT,
+            "--exit-threshold",
+            metavar="P",
+            help="A token leaves after the loop where its probability of having exited reaches"
+            " this, from 0; 1 or more: every token runs all loops.",
+            show_default="the checkpoint's",
+        ),
+    ] = None,
+    min_loops: Annotated[
+        int,
+        _option(
+            EXIT, "--min-loops", metavar="N", help="Loops that every decoded token runs at least."
+        ),
+    ] = SamplingParams.min_loops,
+    max_loops: Annotated[
+        int | None,
+        _option(
+            EXIT,
+            "--max-loops",
+            metavar="N",
+            help="Loops that a decoded token runs at most.",
+            show_default="all of the model's",
+        ),
+    ] = None,
+    loops: Annotated[
+        int | None,
+        _option(
+            EXIT,
+            "--loops",
+            metavar="N",
+            min=1,
+            help="Loops of the whole model, for prompts and answers alike.",
+            show_default="the checkpoint's",
+        ),
+    ] = None,
+    schedule: Annotated[
+        Schedule,
+        _option(
+            ENGINE,
+            "--schedule",
+            help="refill: a row whose token exits starts its next token at once; no-refill: rows"
+            " wait for each other; serial: one request at a time.",
+        ),
+    ] = Schedule.refill,
+    attention: Annotated[
+        Attention, _option(ENGINE, "--attention", help="Attention implementation.")
+    ] = Attention.auto,
+    device: Annotated[
+        str,
+        _option(
+            ENGINE,
+            "--device",
+            metavar="DEVICE",
+            help="auto (a GPU if there is one), cpu, cuda, cuda:1.",
+        ),
+    ] = "auto",
+    dtype: Annotated[
+        Dtype,
+        _option(
+            ENGINE,
+            "--dtype",
+            help="Type of weights, activations and cache; auto: float32 on a CPU, the"
+            " checkpoint's on a GPU.",
+        ),
+    ] = Dtype.auto,
+    max_rows: Annotated[
+        int | None,
+        _option(
+            ENGINE,
+            "--max-rows",
+            metavar="N",
+            min=1,
+            help="Requests that run at once.",
+            show_default="256 on a GPU, 64 on a CPU",
+        ),
+    ] = None,
+    max_batched_tokens: Annotated[
+        int | None,
+        _option(
+            ENGINE,
+            "--max-batched-tokens",
+            metavar="N",
+            min=1,
+            help="Tokens of one step, prefill and decode together.",
+            show_default="--max-rows and 2,048 on a GPU, 1,024 on a CPU",
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        _option(
+            ENGINE,
+            "--max-model-len",
+            metavar="N",
+            min=1,
+            help="Tokens of prompt and answer together.",
+            show_default="the model's positions",
+        ),
+    ] = None,
+    batch_invariant: Annotated[
+        bool,
+        _option(
+            ENGINE,
+            "--batch-invariant",
+            help="Results independent, bit for bit, of what shares the batch (not built yet).",
+        ),
+    ] = False,
+    block_size: Annotated[
+        int, _option(MEMORY, "--block-size", metavar="N", min=1, help="Slots of a cache block.")
+    ] = 16,
+    kv_tokens: Annotated[
+        int | None,
+        _option(
+            MEMORY,
+            "--kv-tokens",
+            metavar="N",
+            min=1,
+            help="Size of the cache in tokens of full depth.",
+            show_default="what memory allows",
+        ),
+    ] = None,
+    kv_memory: Annotated[
+        float | None,
+        _option(
+            MEMORY,
+            "--kv-memory",
+            metavar="GIB",
+            help="Size of the cache in GiB; not together with --kv-tokens.",
+            show_default="what --gpu-memory-utilization leaves; on a CPU a quarter of what is free",
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        _option(
+            MEMORY,
+            "--gpu-memory-utilization",
+            metavar="SHARE",
+            help="Share of the GPU's memory for weights and cache, above 0 and at most 1.",
+        ),
+    ] = 0.9,
+) -> None:
+    """Run prompts through a looped model: one JSON record in, one out.
+
+    Exit status: 0 all done, 1 some records failed, 2 wrong use, 3 the engine could not run,
+    130 interrupted.
+    """
+    console = Console(stderr=True, highlight=False)
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "stop": stop or [],
+        "stop_token_ids": stop_token_id or [],
+        "ignore_eos": ignore_eos,
+        "exit_threshold": exit_threshold,
+        "min_loops": min_loops,
+        "max_loops": max_loops,
+    }
+    engine = {
+        "revision": revision,
+        "device": device,
+        "dtype": dtype.value,
+        "attention": attention.value,
+        "schedule": schedule.value,
+        "loops": loops,
+        "max_rows": max_rows,
+        "max_batched_tokens": max_batched_tokens,
+        "block_size": block_size,
+        "kv_tokens": kv_tokens,
+        "kv_memory": kv_memory,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "max_model_len": max_model_len,
+        "batch_invariant": batch_invariant,
+        "seed": seed,
+    }
+    options = BatchOptions(
+        model=model,
+        inputs=inputs,
+        output=output,
+        sampling=sampling,
+        recorded={"model": model, **engine},
+        token_ids=token_ids,
+        overwrite=overwrite,
+        quiet=quiet,
+        statistics=stats,
+        preview=preview,
+    )
+    if quiet:
+        # A download would draw its own progress bars.
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    try:
+        _check_memory(kv_tokens, kv_memory, gpu_memory_utilization)
+        status = run_batch(options, lambda: _load(model, engine), console)
+    except (UsageError, RequestError) as error:
+        console.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
+        status = ExitStatus.USAGE
+    raise typer.Exit(status)
+
+
+def _check_memory(kv_tokens: int | None, kv_memory: float | None, utilization: float) -> None:
+    """Refuse here what the engine would refuse only after the model was loaded."""
+    if kv_tokens is not None and kv_memory is not None:
+        raise UsageError("--kv-tokens and --kv-memory both size the cache: give one of them")
+    if kv_memory is not None and not kv_memory > 0:
+        raise UsageError(f"--kv-memory must be above 0 GiB, got {kv_memory}")
+    if not 0 < utilization <= 1:
+        raise UsageError(
+            f"--gpu-memory-utilization must be above 0 and at most 1, got {utilization}"
+        )
+
+
+def _load(model: str, engine: dict[str, Any]) -> LLM:
+    # torch takes seconds to import, and most wrong commands are found out without it.
+    from ouro_batch.llm import LLM
+
+    return LLM(model, **engine)

@@ -1,0 +1,210 @@
+"""One batch from its options to its exit status: checks, model, job, statistics, summary."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from rich.console import Console
+from rich.text import Text
+
+from ouro_batch.errors import EngineError, ModelError
+from ouro_batch.jobs.errors import FileError, OutputClosed
+from ouro_batch.jobs.interrupt import Interrupt
+from ouro_batch.jobs.job import Job
+from ouro_batch.jobs.preview import print_answers
+from ouro_batch.jobs.progress import JobTitle, open_progress, print_summary
+from ouro_batch.jobs.reader import LineReader, check_inputs, count_records
+from ouro_batch.jobs.statistics import JobCounts, job_statistics
+from ouro_batch.jobs.writer import (
+    STDOUT,
+    Writer,
+    check_apart,
+    check_writable,
+    is_stream,
+    open_writer,
+    write_atomically,
+)
+from ouro_batch.params import SamplingParams
+
+if TYPE_CHECKING:
+    from ouro_batch.llm import LLM
+
+PREVIEW_RECORDS = 5
+
+
+class ExitStatus(IntEnum):
+    DONE = 0
+    SOME_FAILED = 1
+    USAGE = 2
+    ENGINE = 3
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What to run, and where its results go.
+
+    ``sampling`` holds sampling fields for records that do not name them, ``recorded`` whatever
+    else the statistics should say about how the job was asked for. ``statistics`` None is beside
+    a file output, and none for a stream. ``preview`` None shows a few answers on a terminal.
+    """
+
+    model: str
+    inputs: Sequence[str]
+    output: str = STDOUT
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: bool = False
+    overwrite: bool = False
+    quiet: bool = False
+    statistics: str | None = None
+    preview: int | None = None
+
+
+def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) -> ExitStatus:
+    """Run a batch; messages go to ``console``, which must not be standard output.
+
+    Raises:
+        UsageError, RequestError: it was asked for in a way that cannot work; nothing was written.
+    """
+    SamplingParams(**options.sampling)
+    stream = is_stream(options.output)
+    statistics = options.statistics
+    if statistics is None and not stream:
+        statistics = f"{options.output}.stats.json"
+    check_inputs(options.inputs)
+    check_apart(options.inputs, options.output, statistics)
+    for target in [*([] if stream else [options.output]), *([statistics] if statistics else [])]:
+        check_writable(target)
+    writer = open_writer(options.output, overwrite=options.overwrite)
+    with Interrupt() as interrupt:
+        try:
+            return _Batch(options, statistics, writer, interrupt, console).run(load)
+        except KeyboardInterrupt:
+            _stopped(console, "interrupted", writer)
+            return ExitStatus.INTERRUPTED
+        except OutputClosed as error:
+            _stopped(console, f"stopped: {error}", writer)
+            return ExitStatus.INTERRUPTED
+        except (ModelError, EngineError, FileError) as error:
+            _stopped(console, f"error: {error}", writer)
+            return ExitStatus.ENGINE
+        except BaseException:
+            writer.keep()
+            raise
+
+
+class _Batch:
+    def __init__(
+        self,
+        options: BatchOptions,
+        statistics: str | None,
+        writer: Writer,
+        interrupt: Interrupt,
+        console: Console,
+    ):
+        self._options = options
+        self._statistics = statistics
+        self._writer = writer
+        self._interrupt = interrupt
+        self._console = console
+
+    def run(self, load: Callable[[], LLM]) -> ExitStatus:
+        options = self._options
+        total = None if options.quiet else count_records(options.inputs)
+        if not options.quiet:
+            self._console.print(Text(f"loading {options.model}"), soft_wrap=True)
+        started = time.perf_counter()
+        llm = load()
+        load_s = time.perf_counter() - started
+        try:
+            about = llm.describe()
+            loops = about["loops"]
+            title = JobTitle(options.model, about["device"], about["schedule"], loops, total)
+            job = self._run_job(llm, title)
+            self._writer.finish()
+            places = [] if is_stream(options.output) else [("records", options.output)]
+            if self._statistics is not None:
+                self._write_statistics(llm, job.counts, load_s)
+                places.append(("statistics", self._statistics))
+            if not options.quiet:
+                self._preview(llm, job, loops)
+                print_summary(self._console, job.counts, loops, places)
+        finally:
+            llm.close()
+        return ExitStatus.SOME_FAILED if job.counts.failed else ExitStatus.DONE
+
+    def _run_job(self, llm: LLM, title: JobTitle) -> Job:
+        options = self._options
+        shown = options.output == STDOUT and sys.stdout.isatty()
+        progress = open_progress(self._console, title, quiet=options.quiet, records_shown=shown)
+        reader = LineReader(options.inputs)
+        job = Job(
+            llm,
+            reader,
+            self._writer,
+            defaults=options.sampling,
+            token_ids=options.token_ids,
+            name_files=len(options.inputs) > 1,
+            progress=progress,
+            interrupt=self._interrupt,
+            keep_first=self._preview_records(),
+        )
+        self._interrupt.immediately = False
+        try:
+            job.run()
+        finally:
+            progress.close()
+            reader.close()
+        return job
+
+    def _preview_records(self) -> int:
+        if self._options.preview is not None:
+            return self._options.preview
+        terminal = self._console.is_terminal and not is_stream(self._options.output)
+        return PREVIEW_RECORDS if terminal else 0
+
+    def _preview(self, llm: LLM, job: Job, loops: int) -> None:
+        if not job.answers:
+            return
+        answers = [job.answers[index] for index in sorted(job.answers)]
+        try:
+            print_answers(self._console, llm, answers, loops)
+        except ModelError:
+            return  # no tokenizer: there are only token ids, nothing to look at
+        self._console.print()
+
+    def _write_statistics(self, llm: LLM, counts: JobCounts, load_s: float) -> None:
+        options = self._options
+        asked = {
+            "inputs": list(options.inputs),
+            "output": options.output,
+            "sampling": dict(options.sampling),
+            **options.recorded,
+        }
+        statistics = job_statistics(llm, counts, options=asked, load_s=load_s)
+        text = orjson.dumps(
+            statistics, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str
+        )
+        path = Path(self._statistics or "").resolve()
+        try:
+            write_atomically(path, [text, b"\n"])
+        except OSError as error:
+            raise FileError(
+                f"writing {path} failed: {error.strerror} (the records are complete)"
+            ) from error
+
+
+def _stopped(console: Console, why: str, writer: Writer) -> None:
+    """Say why a job ended early and where its finished records are."""
+    console.print(Text(why, "bold red" if why.startswith("error") else "bold"), soft_wrap=True)
+    place = writer.keep()
+    if place is not None:
+        console.print(Text(f"{writer.written:,} finished records are in {place}"), soft_wrap=True)

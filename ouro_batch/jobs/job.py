@@ -1,0 +1,139 @@
+"""The loop of a job: lines in, requests through the LLM, finished records out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ouro_batch.errors import OuroBatchError, RequestError
+from ouro_batch.jobs.interrupt import Interrupt
+from ouro_batch.jobs.preview import Answer
+from ouro_batch.jobs.progress import Progress, QuietProgress
+from ouro_batch.jobs.reader import Line, LineReader
+from ouro_batch.jobs.records import Record, RecordError, error_record, parse_record, result_record
+from ouro_batch.jobs.statistics import JobCounts
+from ouro_batch.jobs.writer import Writer
+from ouro_batch.params import RequestOutput
+
+if TYPE_CHECKING:
+    from ouro_batch.llm import LLM
+
+IDLE_WAIT_S = 0.1
+MIN_WAITING = 64
+
+
+class Job:
+    """Runs every line of a reader through an LLM and gives each record to a writer.
+
+    Args:
+        llm: the LLM, or anything with its surface.
+        reader: where lines come from.
+        writer: where records go; the caller ends it with ``finish`` or ``keep``.
+        defaults: sampling fields for lines that do not name them.
+        token_ids: whether output records carry ``token_ids``.
+        name_files: whether error records name their input file.
+        progress: told of every step.
+        interrupt: asked before every step.
+        keep_first: how many of the job's first answers stay in ``answers``, for a preview.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        reader: LineReader,
+        writer: Writer,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        token_ids: bool = False,
+        name_files: bool = False,
+        progress: Progress | None = None,
+        interrupt: Interrupt | None = None,
+        keep_first: int = 0,
+    ):
+        self.counts = JobCounts()
+        self.answers: dict[int, Answer] = {}
+        self._llm = llm
+        self._reader = reader
+        self._writer = writer
+        self._defaults = defaults or {}
+        self._token_ids = token_ids
+        self._name_files = name_files
+        self._progress = progress or QuietProgress()
+        self._interrupt = interrupt or Interrupt()
+        self._keep_first = keep_first
+        self._running: dict[int, Record] = {}
+
+    def run(self) -> JobCounts:
+        """Run to the end of the input.
+
+        Raises:
+            KeyboardInterrupt: the interrupt was requested; unfinished requests are aborted.
+            EngineError: the engine stopped.
+            FileError, OutputClosed: a record cannot be read or written.
+        """
+        try:
+            while True:
+                if self._interrupt.requested:
+                    raise KeyboardInterrupt
+                self._feed()
+                if self._running:
+                    for output in self._llm.step():
+                        self._finish(output)
+                elif self._reader.ended:
+                    break
+                self._progress.update(self.counts, self._llm.snapshot())
+            return self.counts
+        except BaseException:
+            self._abort()
+            raise
+
+    def _feed(self) -> None:
+        """Queue lines until enough requests wait; with nothing to run, wait a little for one."""
+        engine = self._llm.snapshot()
+        room = max(2 * engine.max_rows, MIN_WAITING) - engine.waiting
+        while room > 0:
+            line = self._reader.poll(0.0 if self._running else IDLE_WAIT_S)
+            if line is None:
+                return
+            self._add(line)
+            room -= 1
+
+    def _add(self, line: Line) -> None:
+        try:
+            record = parse_record(line, self._defaults)
+        except RecordError as error:
+            self._fail(line, error.id, error)
+            return
+        try:
+            if record.messages is None:
+                request_id = self._llm.add_request(record.prompt, record.params, index=record.index)
+            else:
+                request_id = self._llm.add_request(
+                    params=record.params,
+                    messages=record.messages,
+                    chat_template_kwargs=record.chat_template_kwargs,
+                    index=record.index,
+                )
+        except RequestError as error:
+            self._fail(line, record.id, error)
+            return
+        self._running[request_id] = record
+
+    def _finish(self, output: RequestOutput) -> None:
+        record = self._running.pop(output.request_id)
+        self._writer.write(result_record(record, output, token_ids=self._token_ids))
+        self.counts.add_output(output)
+        if record.index < self._keep_first:
+            self.answers[record.index] = Answer(record, output)
+
+    def _fail(self, line: Line, record_id: Any, error: RequestError) -> None:
+        self._writer.write(error_record(line, record_id, error, name_file=self._name_files))
+        self.counts.add_error(error.type)
+
+    def _abort(self) -> None:
+        for request_id in self._running:
+            # An engine that has failed may refuse this too; its own error is the one to report.
+            with suppress(OuroBatchError):
+                self._llm.abort(request_id)
+        self._running.clear()

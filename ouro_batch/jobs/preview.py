@@ -1,0 +1,174 @@
+"""Shows answers with each token coloured, or without colour numbered, by its exit depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.padding import Padding
+from rich.style import Style
+from rich.text import Text
+
+from ouro_batch.jobs.records import Record
+from ouro_batch.params import RequestOutput
+
+if TYPE_CHECKING:
+    from ouro_batch.llm import LLM
+
+INK = "#101418"
+# From leaving early to running every loop; dark ink is readable on all of them.
+SCALE = ((126, 214, 190), (190, 226, 120), (250, 214, 92), (250, 160, 84), (240, 112, 112))
+MAX_TOKENS = 300
+INDENT = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished record to show."""
+
+    record: Record
+    output: RequestOutput
+
+
+def depth_colour(depth: int, loops: int) -> str:
+    """The colour of an exit depth from 1 to ``loops``, as ``#rrggbb``."""
+    place = (min(depth, loops) - 1) / max(loops - 1, 1) * (len(SCALE) - 1)
+    low = min(int(place), len(SCALE) - 2)
+    mix = [
+        round(a + (b - a) * (place - low)) for a, b in zip(SCALE[low], SCALE[low + 1], strict=True)
+    ]
+    return "#{:02x}{:02x}{:02x}".format(*mix)
+
+
+def depth_style(depth: int, loops: int) -> Style:
+    return Style(color=INK, bgcolor=depth_colour(depth, loops))
+
+
+def has_colour(console: Console) -> bool:
+    return console.is_terminal and not console.no_color and console.color_system is not None
+
+
+def depth_bar(histogram: Mapping[int, int], loops: int, width: int) -> Text:
+    """One bar, divided among the exit depths by their share of the tokens."""
+    total = sum(histogram.values())
+    bar = Text()
+    filled, seen = 0, 0
+    for depth in sorted(histogram):
+        seen += histogram[depth]
+        cells = round(width * seen / total) - filled
+        bar.append("█" * cells, Style(color=depth_colour(depth, loops)))
+        filled += cells
+    bar.append("─" * (width - filled), "dim")
+    return bar
+
+
+def depth_shares(histogram: Mapping[int, int], loops: int) -> Text:
+    """``1 45%  2 30%  ...``: the share of the tokens that left after each loop."""
+    total = sum(histogram.values())
+    shares = Text()
+    for depth in range(1, loops + 1):
+        shares.append(f" {depth} ", depth_style(depth, loops))
+        shares.append(f" {histogram.get(depth, 0) / total:.0%}  " if total else "  ")
+    return shares
+
+
+def print_answers(console: Console, llm: LLM, answers: Iterable[Answer], loops: int) -> None:
+    """Print a legend and the answers; tokens are told apart by colour, or by digits under them."""
+    console.print(_legend(loops, coloured=has_colour(console)))
+    for answer in answers:
+        output = answer.output
+        depth = output.mean_exit_depth
+        facts = f"{output.usage.completion_tokens} tokens, {output.finish_reason}"
+        if depth is not None:
+            facts = f"mean exit depth {depth:.2f}, {facts}"
+        console.print()
+        question = Text(f"{answer.record.index:>{INDENT - 1}} ", "bold")
+        question.append(_question(answer.record, console.width - INDENT - 1), "dim")
+        console.print(question, no_wrap=True, overflow="ellipsis")
+        tokens = list(_shown_tokens(llm, output))
+        if has_colour(console):
+            text = Text()
+            for piece, exit_depth in tokens:
+                text.append(piece.replace("\t", "    "), depth_style(exit_depth, loops))
+            console.print(Padding(text, (0, 0, 0, INDENT)))
+        else:
+            _print_digits(console, tokens)
+        console.print(Padding(Text(facts, "dim"), (0, 0, 0, INDENT)))
+
+
+def _legend(loops: int, *, coloured: bool) -> Text:
+    legend = Text("exit depth  ", "bold")
+    if not coloured:
+        return legend.append("the digit under a token is the loop it left after", "not bold")
+    for depth in range(1, loops + 1):
+        legend.append(f" {depth} ", depth_style(depth, loops))
+    legend.append("  the loop a token left after (the first comes from prefill)", "not bold dim")
+    return legend
+
+
+def _question(record: Record, width: int) -> str:
+    if record.messages is not None:
+        text = record.messages[-1]["content"]
+    elif isinstance(record.prompt, str):
+        text = record.prompt
+    else:
+        text = f"{len(record.prompt or ())} token ids"
+    text = " ".join(text.split())
+    return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 1)) + "…"
+
+
+def _shown_tokens(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, int]]:
+    """Pieces of text with their exit depths, without what a stop string cut off."""
+    left = len(output.text)
+    tokens = output.token_ids[:MAX_TOKENS]
+    for piece, depth in zip(llm.token_texts(tokens), output.exit_depths, strict=False):
+        piece = piece[:left]
+        left -= len(piece)
+        if piece:
+            yield piece, depth
+    if left > 0 and len(output.token_ids) > MAX_TOKENS:
+        yield " …", output.exit_depths[MAX_TOKENS - 1]
+
+
+def _print_digits(console: Console, tokens: Iterable[tuple[str, int]]) -> None:
+    """The text with a line below it that has each token's exit depth under its first letter."""
+    width = max(console.width - INDENT, 20)
+    text = digits = ""
+
+    def flush() -> None:
+        nonlocal text, digits
+        if text:
+            for line in (text, digits.rstrip()):
+                console.print(Text(" " * INDENT + line), soft_wrap=True)
+        text = digits = ""
+
+    for piece, depth in tokens:
+        for part in piece.expandtabs(4).splitlines(keepends=True):
+            shown = part.rstrip("\r\n")
+            # A token that is only a line break still has a depth to show.
+            ends = shown != part
+            shown = shown if shown.strip() or not ends else shown + "⏎"
+            number = str(depth)
+            cells = max(cell_len(shown), len(number))
+            if text and cell_len(text) + cells > width:
+                flush()
+            text += set_cell_size(shown, cells)
+            digits += number.ljust(cells)
+            if ends:
+                flush()
+    flush()
+
+
+def duration(seconds: float) -> str:
+    """``4.2 s``, ``1:05``, ``2:03:04``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

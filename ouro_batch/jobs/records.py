@@ -1,0 +1,189 @@
+"""The records of a job: one input line parsed into a ``Record``, one result into an output record.
+
+An input record is a JSON object::
+
+    {"id": any, "prompt": text | token ids, "messages": [...], SAMPLING FIELDS,
+     "chat_template_kwargs": {...}, "metadata": any}
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import orjson
+
+from ouro_batch.errors import RequestError
+from ouro_batch.jobs.reader import Line
+from ouro_batch.params import RequestOutput, SamplingParams
+
+SAMPLING_FIELDS = SamplingParams.names()
+FIELDS = ("id", "prompt", "messages", *SAMPLING_FIELDS, "chat_template_kwargs", "metadata")
+
+
+class RecordError(RequestError):
+    """A line that is no valid record. ``id`` is the line's, None where it could not be read."""
+
+    def __init__(self, message: str, type: str = "invalid_request", id: Any = None):
+        super().__init__(message, type)
+        self.id = id
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request of a job; exactly one of ``prompt`` and ``messages`` is set.
+
+    ``index`` counts the non-blank lines of all inputs from 0; ``line`` is the number of the line
+    in its ``source``, from 1. A record without an id has its index for one.
+    """
+
+    index: int
+    line: int
+    source: str
+    id: Any
+    params: SamplingParams
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    metadata: Any = None
+
+
+def parse_record(line: Line, defaults: Mapping[str, Any]) -> Record:
+    """The record in a line; sampling fields it does not name come from ``defaults``.
+
+    Raises:
+        RecordError: the line is not JSON, or not a record that can be run.
+    """
+    try:
+        fields = orjson.loads(line.data)
+    except orjson.JSONDecodeError as error:
+        raise RecordError(f"the line is not valid JSON: {error}", "invalid_json") from None
+    if not isinstance(fields, dict):
+        raise RecordError(f"the line must be a JSON object, got {_kind(fields)}")
+    record_id = fields.get("id", line.index)
+    if not _can_be_written(record_id):
+        raise RecordError("id is nested too deeply to be written back")
+    try:
+        return _record(line, record_id, fields, defaults)
+    except RequestError as error:
+        raise RecordError(str(error), error.type, record_id) from None
+
+
+def result_record(record: Record, output: RequestOutput, *, token_ids: bool) -> dict[str, Any]:
+    """The output record of a request that has finished; ``token_ids`` only where asked for."""
+    result = {
+        "id": record.id,
+        "index": record.index,
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "exit_depths": list(output.exit_depths),
+        "mean_exit_depth": output.mean_exit_depth,
+        "usage": asdict(output.usage),
+        "timing": asdict(output.timing),
+        "seed": output.seed,
+        "metadata": record.metadata,
+    }
+    if token_ids:
+        result["token_ids"] = list(output.token_ids)
+    return result
+
+
+def error_record(
+    line: Line, record_id: Any, error: RequestError, *, name_file: bool
+) -> dict[str, Any]:
+    """The output record of a line that cannot be run; ``name_file`` where a job has several."""
+    details = {"type": error.type, "message": str(error), "line": line.number}
+    if name_file:
+        details["file"] = line.source
+    return {"id": record_id, "index": line.index, "error": details}
+
+
+def _record(
+    line: Line, record_id: Any, fields: dict[str, Any], defaults: Mapping[str, Any]
+) -> Record:
+    for name in fields:
+        if name not in FIELDS:
+            raise RequestError(_unknown_field(name))
+    if ("prompt" in fields) == ("messages" in fields):
+        both = "prompt" in fields
+        raise RequestError(
+            "a record needs either prompt or messages, one of the two; "
+            + ("this one has both" if both else "this one has neither")
+        )
+    if "prompt" in fields:
+        _check_prompt(fields["prompt"])
+        if "chat_template_kwargs" in fields:
+            raise RequestError("chat_template_kwargs goes with messages; this record has a prompt")
+    else:
+        _check_messages(fields["messages"])
+    template = fields.get("chat_template_kwargs", {})
+    if not isinstance(template, dict):
+        raise RequestError(f"chat_template_kwargs must be an object, got {_kind(template)}")
+    metadata = fields.get("metadata")
+    if not _can_be_written(metadata):
+        raise RequestError("metadata is nested too deeply to be written back")
+    own = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
+    return Record(
+        index=line.index,
+        line=line.number,
+        source=line.source,
+        id=record_id,
+        params=SamplingParams(**{**defaults, **own}),
+        prompt=fields.get("prompt"),
+        messages=fields.get("messages"),
+        chat_template_kwargs=template,
+        metadata=metadata,
+    )
+
+
+def _check_prompt(prompt: Any) -> None:
+    if not isinstance(prompt, (str, list)):
+        raise RequestError(f"prompt must be text or a list of token ids, got {_kind(prompt)}")
+    if not prompt:
+        raise RequestError("prompt is empty: it needs at least one token")
+    if isinstance(prompt, list):
+        for token in prompt:
+            # bool is an int to Python, and JSON's true is no token id.
+            if type(token) is not int or token < 0:
+                raise RequestError(
+                    f"prompt must hold only token ids (integers >= 0), got {token!r}"
+                )
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list):
+        raise RequestError(f"messages must be a list of objects, got {_kind(messages)}")
+    if not messages:
+        raise RequestError("messages is empty: it needs at least one message")
+    for position, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise RequestError(f"messages[{position}] must be an object, got {_kind(message)}")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                got = _kind(message[name]) if name in message else "none"
+                raise RequestError(f"messages[{position}] needs {name} as text, got {got}")
+
+
+def _unknown_field(name: str) -> str:
+    nearest = difflib.get_close_matches(name, FIELDS, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else f"; known are {', '.join(FIELDS)}"
+    return f"unknown field {name!r}{hint}"
+
+
+def _can_be_written(value: Any) -> bool:
+    """orjson reads deeper nesting than it writes."""
+    if not isinstance(value, (dict, list)):
+        return True
+    try:
+        orjson.dumps({"value": value})
+    except orjson.JSONEncodeError:
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    """A JSON value's type in JSON's words."""
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+    return "null" if value is None else kinds.get(type(value), "a number")

@@ -1,0 +1,104 @@
+"""What a job counts while it runs, and the ``OUT.stats.json`` made of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from ouro_batch.params import RequestOutput
+
+if TYPE_CHECKING:
+    from ouro_batch.llm import LLM
+
+
+@dataclass
+class JobCounts:
+    """Totals of the finished records. ``exit_depths`` counts decode runs (output index >= 1)."""
+
+    ok: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    exit_depths: Counter[int] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    started: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        return self.ok + self.failed
+
+    @property
+    def decode_tokens(self) -> int:
+        return sum(self.exit_depths.values())
+
+    @property
+    def decode_loops(self) -> int:
+        return sum(depth * tokens for depth, tokens in self.exit_depths.items())
+
+    @property
+    def mean_exit_depth(self) -> float | None:
+        return self.decode_loops / self.decode_tokens if self.decode_tokens else None
+
+    def add_output(self, output: RequestOutput) -> None:
+        self.ok += 1
+        self.prompt_tokens += output.usage.prompt_tokens
+        self.completion_tokens += output.usage.completion_tokens
+        self.exit_depths.update(output.exit_depths[1:])
+        self.finish_reasons[output.finish_reason] += 1
+        self._tick()
+
+    def add_error(self, kind: str) -> None:
+        self.failed += 1
+        self.errors[kind] += 1
+        self._tick()
+
+    def per_second(self, count: int) -> float:
+        """A rate over the time from the start to the last finished record."""
+        return count / self.seconds if self.seconds > 0 else 0.0
+
+    def _tick(self) -> None:
+        self.seconds = time.perf_counter() - self.started
+
+
+def job_statistics(
+    llm: LLM, counts: JobCounts, *, options: Mapping[str, Any], load_s: float
+) -> dict[str, Any]:
+    """The statistics of a job that has ended, ready for JSON.
+
+    ``options`` is what the job was asked for, ``load_s`` the seconds until the model was ready.
+    Rows in use, cache and memory are the engine's own numbers, under ``engine``.
+    """
+    return {
+        **llm.describe(),
+        "options": dict(options),
+        "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "requests": {
+            "total": counts.done,
+            "ok": counts.ok,
+            "failed": counts.failed,
+            "finish_reasons": dict(counts.finish_reasons),
+            "errors": dict(counts.errors),
+        },
+        "tokens": {
+            "prompt": counts.prompt_tokens,
+            "completion": counts.completion_tokens,
+            "decode": counts.decode_tokens,
+        },
+        "loops_decoded": counts.decode_loops,
+        "seconds": {"load": load_s, "run": counts.seconds},
+        "tokens_per_second": {
+            "prompt": counts.per_second(counts.prompt_tokens),
+            "completion": counts.per_second(counts.completion_tokens),
+        },
+        "exit_depth": {
+            "mean": counts.mean_exit_depth,
+            "histogram": {str(depth): n for depth, n in sorted(counts.exit_depths.items())},
+        },
+        "engine": llm.statistics(),
+    }
