@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,35 +14,25 @@ from ouro_batch.engine.engine import Engine
 from ouro_batch.engine.kv import BlockManager
 from ouro_batch.engine.request import Request
 from ouro_batch.engine.scheduler import Scheduler
-from ouro_batch.engine.text import OutputText
 from ouro_batch.environment import versions
-from ouro_batch.errors import EngineError, ModelError, RequestError
-from ouro_batch.model.chat import ChatTemplate, encode_chat
+from ouro_batch.errors import EngineError, RequestError
+from ouro_batch.intake import Intake, Messages, TextSide, output_of
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.model.hub import resolve
 from ouro_batch.model.ouro import Ouro
-from ouro_batch.model.tokenizer import Tokenizer
 from ouro_batch.model.weights import load_weights
-from ouro_batch.params import RequestOutput, SamplingParams, Timing, Usage
-from ouro_batch.runner.base import MAX_STOP_IDS
+from ouro_batch.options import (
+    ATTENTIONS,
+    SCHEDULES,
+    check_choice,
+    check_positive,
+    resolve_device,
+    resolve_dtype,
+)
+from ouro_batch.params import RequestOutput, SamplingParams
 from ouro_batch.runner.eager import EagerRunner
 
-__all__ = ["LLM", "EngineSnapshot", "RequestOutput", "SamplingParams", "derive_seed"]
-
-SCHEDULES = ("refill", "no-refill", "serial")
-ATTENTIONS = ("auto", "torch")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Messages = Sequence[Mapping[str, Any]]
-
-
-def derive_seed(job_seed: int, index: int, sample: int = 0) -> int:
-    """The seed of a request that names none: a hash of (job seed, index, sample).
-
-    53 bits, so that it passes unchanged through JSON tools that know only doubles.
-    """
-    digest = hashlib.blake2b(f"{job_seed}/{index}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 11
+__all__ = ["LLM", "EngineSnapshot", "RequestOutput", "SamplingParams"]
 
 
 @dataclass(frozen=True)
@@ -114,8 +101,8 @@ class LLM:
     ):
         if batch_invariant:
             raise EngineError("batch_invariant is not supported yet; leave it out")
-        _check_choice("schedule", schedule, SCHEDULES)
-        _check_choice("attention", attention, ATTENTIONS)
+        check_choice("schedule", schedule, SCHEDULES)
+        check_choice("attention", attention, ATTENTIONS)
         for name, value in [
             ("loops", loops),
             ("max_rows", max_rows),
@@ -124,13 +111,13 @@ class LLM:
             ("kv_tokens", kv_tokens),
             ("max_model_len", max_model_len),
         ]:
-            _check_positive(name, value)
+            check_positive(name, value)
         self.seed = seed
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         self.checkpoint = resolve(str(model), revision)
         config = ModelConfig.from_folder(self.checkpoint.folder)
         self.config = config if loops is None else replace(config, loops=loops)
-        self.dtype = _resolve_dtype(dtype, config.dtype, self.device)
+        self.dtype = resolve_dtype(dtype, config.dtype, self.device)
         self.schedule = schedule
 
         on_gpu = self.device.type == "cuda"
@@ -149,12 +136,7 @@ class LLM:
             raise EngineError(
                 f"max_model_len {max_model_len} is above the model's {positions} positions"
             )
-
-        self.tokenizer, self._no_tokenizer = _load_tokenizer(self.checkpoint.folder)
-        self.chat_template = ChatTemplate.from_folder(self.checkpoint.folder)
-        self._end_of_turn: int | None = None
-        if self.chat_template is not None and self.tokenizer is not None:
-            self._end_of_turn = self.chat_template.end_of_turn_token_id(self.tokenizer)
+        text = TextSide.from_folder(self.checkpoint.folder)
         weights = load_weights(self.checkpoint.folder, self.config, self.device, self.dtype)
         blocks = memory.cache_blocks(
             self.config,
@@ -168,6 +150,9 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
         )
         self.blocks = BlockManager(blocks, block_size, self.config.loops)
+        self.intake = Intake(
+            self.config, text, blocks=self.blocks, max_model_len=self.max_model_len, seed=seed
+        )
         scheduler = Scheduler(self.blocks, rows=rows, max_batched_tokens=batched)
         try:
             runner = EagerRunner(
@@ -252,25 +237,14 @@ class LLM:
         Raises:
             RequestError: it cannot be run; nothing was queued.
         """
-        params = params or SamplingParams()
-        if (prompt is None) == (messages is None):
-            raise RequestError("a request needs either a prompt or messages, one of the two")
-        if messages is not None:
-            tokens = self._encode_chat(messages, chat_template_kwargs or {})
-        else:
-            tokens = self._encode_prompt(prompt)
-        request = Request(
-            request_id=self._next_id,
-            prompt=tokens,
-            params=params,
-            seed=derive_seed(self.seed, index) if params.seed is None else params.seed,
-            loops=self.config.loops,
-            exit_threshold=self._exit_threshold(params),
-            stop_ids=self._stop_ids(params, chat=messages is not None),
-            arrived=time.perf_counter(),
-            text=self.tokenizer and OutputText(self.tokenizer.detokenizer(), params.stop),
+        request = self.intake.request(
+            self._next_id,
+            prompt,
+            params or SamplingParams(),
+            messages=messages,
+            chat_template_kwargs=chat_template_kwargs,
+            index=index,
         )
-        self._check(request)
         self._running_engine().add_request(request)
         self._unfinished[request.request_id] = request
         self._next_id += 1
@@ -292,19 +266,17 @@ class LLM:
             ) from error
         finished = [o.request_id for o in outputs if o.finish_reason is not None]
         held, self._held = self._held, []
-        return held + [_output(self._unfinished.pop(request_id)) for request_id in finished]
+        return held + [output_of(self._unfinished.pop(request_id)) for request_id in finished]
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """End a request now; what it has so far, or None where it had ended already."""
         request = self._running_engine().abort(request_id)
         self._unfinished.pop(request_id, None)
-        return request and _output(request)
+        return request and output_of(request)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Text that each token adds; joined they are the text of all."""
-        if self.tokenizer is None:
-            raise ModelError(self._no_tokenizer)
-        detokenizer = self.tokenizer.detokenizer()
+        detokenizer = self.intake.text.require_tokenizer().detokenizer()
         texts = [detokenizer.push(token) for token in token_ids]
         if texts:
             texts[-1] += detokenizer.flush()
@@ -414,150 +386,3 @@ class LLM:
         if self.engine is None:
             raise EngineError("this LLM is closed")
         return self.engine
-
-    def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return self._text_tokenizer().encode(prompt)
-        tokens = list(prompt)
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"a prompt of token ids holds {token!r}, which is no integer")
-            if not 0 <= token < self.config.vocab_size:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.config.vocab_size}"
-                )
-        return tokens
-
-    def _encode_chat(self, messages: Messages, kwargs: Mapping[str, Any]) -> list[int]:
-        if self.chat_template is None:
-            raise RequestError(
-                f"{self.checkpoint.name} has no chat template: give a prompt instead of messages"
-            )
-        return encode_chat(self._text_tokenizer(), self.chat_template, messages, kwargs)
-
-    def _text_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"{self._no_tokenizer}; only prompts of token ids can be run")
-        return self.tokenizer
-
-    def _check(self, request: Request) -> None:
-        """Refuse what the model or an empty cache cannot hold."""
-        params, loops, prompt_tokens = request.params, self.config.loops, len(request.prompt)
-        if not prompt_tokens:
-            raise RequestError("the prompt is empty")
-        total = prompt_tokens + params.max_tokens
-        if total > self.max_model_len:
-            raise RequestError(
-                f"{prompt_tokens} prompt tokens and max_tokens {params.max_tokens} make {total}; the"
-                f" longest possible is {self.max_model_len} (shorten the prompt, lower max_tokens"
-                " or raise max_model_len)",
-                "too_long",
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; this model has none")
-        for token in params.stop_token_ids:
-            if token >= self.config.vocab_size:
-                raise RequestError(
-                    f"stop token id {token} is outside the vocabulary of {self.config.vocab_size}"
-                )
-        if params.exit_depths is not None:
-            first, *rest = params.exit_depths[: params.max_tokens]
-            if first != loops:
-                raise RequestError(
-                    f"exit_depths[0] is {first}; the first token comes from prefill, which runs"
-                    f" all {loops} loops"
-                )
-            if max(rest, default=1) > request.max_loops:
-                raise RequestError(
-                    f"exit_depths holds {max(rest)}; at most {request.max_loops} loops run"
-                )
-        needed = self.blocks.needed(prompt_tokens, request.decode_slots())
-        if needed > self.blocks.blocks:
-            per_token = self.blocks.block_size / loops
-            raise RequestError(
-                f"the request needs {math.ceil(needed * per_token):,} tokens of cache; this cache"
-                f" holds {math.floor(self.blocks.blocks * per_token):,} (raise kv_memory or"
-                " kv_tokens, or lower max_tokens)",
-                "too_long",
-            )
-
-    def _exit_threshold(self, params: SamplingParams) -> float:
-        threshold = params.exit_threshold
-        if threshold is None:
-            threshold = self.config.exit_threshold
-        return threshold if threshold < 1 else math.inf
-
-    def _stop_ids(self, params: SamplingParams, *, chat: bool) -> tuple[int, ...]:
-        own: list[int] = []
-        if not params.ignore_eos:
-            own += self.config.eos_token_ids
-            if chat and self._end_of_turn is not None:
-                own.append(self._end_of_turn)
-        ids = tuple(dict.fromkeys([*own, *params.stop_token_ids]))
-        if len(ids) > MAX_STOP_IDS:
-            raise RequestError(f"{len(ids)} stop token ids; at most {MAX_STOP_IDS} are supported")
-        return ids
-
-
-def _output(request: Request) -> RequestOutput:
-    def seconds(begin: float, end: float) -> float:
-        return 0.0 if math.isnan(begin) or math.isnan(end) else max(end - begin, 0.0)
-
-    return RequestOutput(
-        request_id=request.request_id,
-        text="" if request.text is None else request.text.text,
-        token_ids=request.token_ids,
-        exit_depths=request.exit_depths,
-        finish_reason=request.finish_reason,
-        usage=Usage(len(request.prompt), len(request.token_ids), sum(request.exit_depths[1:])),
-        timing=Timing(
-            queue_s=seconds(request.arrived, request.admitted),
-            prefill_s=seconds(request.admitted, request.first_token),
-            decode_s=seconds(request.first_token, request.finished),
-            total_s=seconds(request.arrived, request.finished),
-        ),
-        seed=request.seed,
-    )
-
-
-def _load_tokenizer(folder: Any) -> tuple[Tokenizer | None, str]:
-    """The tokenizer, or None and why: prompts of token ids run without one."""
-    try:
-        return Tokenizer.from_folder(folder), ""
-    except ModelError as error:
-        if (folder / "tokenizer.json").exists():
-            raise
-        return None, str(error)
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise EngineError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise EngineError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-def _resolve_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise EngineError(f"device {device!r} is not known: use auto, cpu or cuda") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise EngineError(f"device {device!r} is not supported: use auto, cpu or cuda")
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise EngineError(f"device {device!r} was asked for, but torch sees no CUDA device")
-    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise EngineError(f"device {device!r} does not exist; {torch.cuda.device_count()} do")
-    return resolved
-
-
-def _resolve_dtype(dtype: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    _check_choice("dtype", dtype, ("auto", *DTYPES))
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else checkpoint
-    return DTYPES[dtype]

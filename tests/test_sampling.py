@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ouro_batch import LLM, SamplingParams
-from ouro_batch.llm import derive_seed
+from ouro_batch.intake import derive_seed
 from ouro_batch.runner.sampling import gumbel_noise, keep_top, philox, sample
 
 from .conftest import ORACLE
