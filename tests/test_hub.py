@@ -101,7 +101,7 @@ def test_missing_folder(model: str, downloads: list[dict]):
 
 
 def test_empty_name(downloads: list[dict]):
-    with pytest.raises(ModelError, match="no model is given.*give a folder"):
+    with pytest.raises(ModelError, match=r"no model is given.*give a folder"):
         resolve("")
     assert downloads == []
 

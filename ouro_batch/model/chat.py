@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -95,7 +95,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[dict],
+        messages: Sequence[Mapping],
         /,
         add_generation_prompt: bool = True,
         **chat_template_kwargs: object,
@@ -153,8 +153,8 @@ class ChatTemplate:
 def encode_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate,
-    messages: Sequence[dict],
-    kwargs: dict[str, object] | None = None,
+    messages: Sequence[Mapping],
+    kwargs: Mapping[str, object] | None = None,
 ) -> list[int]:
     """Prompt token ids of ``messages``, ready for the assistant's answer.
 
@@ -162,7 +162,7 @@ def encode_chat(
     ``ChatTemplate.render`` does, and where ``kwargs`` (``chat_template_kwargs``) is no object.
     """
     kwargs = {} if kwargs is None else kwargs
-    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise RequestError(f"chat_template_kwargs must be an object, got {kwargs!r}")
     return tokenizer.encode(template.render(messages, **kwargs), add_special_tokens=False)
 
@@ -175,7 +175,7 @@ def _checked(messages: object) -> list[dict]:
         )
     checked = []
     for index, message in enumerate(messages):
-        if not isinstance(message, dict):
+        if not isinstance(message, Mapping):
             raise RequestError(
                 f"messages[{index}] must be an object with role and content, got {_short(message)}"
             )
@@ -197,7 +197,7 @@ def _text_of(content: object, name: str) -> str:
             f"{name} must be a string or a list of text parts, got {_short(content)}"
         )
     for part in content:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise RequestError(
                 f'{name} must hold only parts like {{"type": "text", "text": "..."}},'

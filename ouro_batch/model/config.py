@@ -208,7 +208,8 @@ def _refuse_unsupported(fields: _Fields) -> None:
     model_type = fields.get("model_type")
     architectures = fields.get("architectures")
     if model_type != "ouro":
-        raise fields.error("model_type", "is not supported", 'only "ouro" models run')
+        problem = "is missing" if model_type is None else "is not supported"
+        raise fields.error("model_type", problem, 'only "ouro" models run')
     if architectures is not None and architectures != ["OuroForCausalLM"]:
         raise fields.error("architectures", "is not supported", "only OuroForCausalLM runs")
     if fields.flag("use_sliding_window"):
