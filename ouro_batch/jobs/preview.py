@@ -23,6 +23,8 @@ INK = "#101418"
 SCALE = ((126, 214, 190), (190, 226, 120), (250, 214, 92), (250, 160, 84), (240, 112, 112))
 MAX_TOKENS = 300
 INDENT = 4
+# Control characters in an answer must not drive the terminal.
+HARMLESS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,17 @@ def depth_bar(histogram: Mapping[int, int], loops: int, width: int) -> Text:
     return bar
 
 
-def depth_shares(histogram: Mapping[int, int], loops: int) -> Text:
-    """``1 45%  2 30%  ...``: the share of the tokens that left after each loop."""
+def depth_shares(histogram: Mapping[int, int], loops: int, *, coloured: bool) -> Text:
+    """The share of the tokens that left after each loop: ``1: 45%, 2: 30%``, or in colours."""
     total = sum(histogram.values())
-    shares = Text()
-    for depth in range(1, loops + 1):
-        shares.append(f" {depth} ", depth_style(depth, loops))
-        shares.append(f" {histogram.get(depth, 0) / total:.0%}  " if total else "  ")
-    return shares
+    shares = {depth: f"{histogram.get(depth, 0) / total:.0%}" for depth in range(1, loops + 1)}
+    if not coloured:
+        return Text(", ".join(f"{depth}: {share}" for depth, share in shares.items()))
+    text = Text()
+    for depth, share in shares.items():
+        text.append(f" {depth} ", depth_style(depth, loops)).append(f" {share}  ")
+    text.rstrip()
+    return text
 
 
 def print_answers(console: Console, llm: LLM, answers: Iterable[Answer], loops: int) -> None:
@@ -93,10 +98,10 @@ def print_answers(console: Console, llm: LLM, answers: Iterable[Answer], loops: 
             text = Text()
             for piece, exit_depth in tokens:
                 text.append(piece.replace("\t", "    "), depth_style(exit_depth, loops))
-            console.print(Padding(text, (0, 0, 0, INDENT)))
+            console.print(Padding(text, (0, 0, 0, INDENT), expand=False))
         else:
             _print_digits(console, tokens)
-        console.print(Padding(Text(facts, "dim"), (0, 0, 0, INDENT)))
+        console.print(Padding(Text(facts, "dim"), (0, 0, 0, INDENT), expand=False))
 
 
 def _legend(loops: int, *, coloured: bool) -> Text:
@@ -116,7 +121,7 @@ def _question(record: Record, width: int) -> str:
         text = record.prompt
     else:
         text = f"{len(record.prompt or ())} token ids"
-    text = " ".join(text.split())
+    text = " ".join(text.translate(HARMLESS).split())
     return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 1)) + "…"
 
 
@@ -128,7 +133,7 @@ def _shown_tokens(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, int]]:
         piece = piece[:left]
         left -= len(piece)
         if piece:
-            yield piece, depth
+            yield piece.translate(HARMLESS), depth
     if left > 0 and len(output.token_ids) > MAX_TOKENS:
         yield " …", output.exit_depths[MAX_TOKENS - 1]
 

@@ -19,7 +19,7 @@ from ouro_batch.jobs.statistics import JobCounts
 if TYPE_CHECKING:
     from ouro_batch.llm import EngineSnapshot
 
-BAR = 32
+WIDE = 100  # columns from which on there is room for long bars
 RATE_WINDOW_S = 5.0
 
 
@@ -125,6 +125,7 @@ class LiveProgress:
     """A display that redraws itself in place, and is gone when the job has ended."""
 
     def __init__(self, console: Console, title: JobTitle):
+        self._console = console
         self._title = title
         self._rates = _Rates()
         self._counts: JobCounts | None = None
@@ -155,6 +156,7 @@ class LiveProgress:
         outer.add_row(heading)
         if counts is None or engine is None:
             return outer
+        width = _bar_width(self._console)
         grid = Table.grid(padding=(0, 2, 0, 0))
         left = _time_left(counts, title.total)
         note = Text("" if left is None else f"{duration(left)} left", "bold")
@@ -162,26 +164,27 @@ class LiveProgress:
             note.append(f"  {counts.failed:,} failed", "bold red")
         grid.add_row(
             "requests",
-            _bar(counts.done, title.total, "cyan"),
+            _bar(counts.done, title.total, width),
             Text.assemble(_of(counts.done, title.total), "  ", note),
         )
         grid.add_row(
             "rows",
-            _bar(engine.rows_in_use, engine.max_rows, "blue"),
+            _bar(engine.rows_in_use, engine.max_rows, width),
             f"{_of(engine.rows_in_use, engine.max_rows)}  {engine.waiting:,} waiting",
         )
         grid.add_row(
             "cache",
-            _bar(engine.kv_blocks_in_use, engine.kv_blocks, "blue"),
+            _bar(engine.kv_blocks_in_use, engine.kv_blocks, width),
             f"{_of(engine.kv_blocks_in_use, engine.kv_blocks)} blocks",
         )
         mean = _mean_depth(engine)
         depth = Text("" if mean is None else f"mean {mean:.2f}   ")
         if counts.decode_tokens:
-            depth.append_text(depth_shares(counts.exit_depths, title.loops))
-            bar = depth_bar(counts.exit_depths, title.loops, BAR)
+            coloured = has_colour(self._console)
+            depth.append_text(depth_shares(counts.exit_depths, title.loops, coloured=coloured))
+            bar = depth_bar(counts.exit_depths, title.loops, width if coloured else 0)
         else:
-            bar = Text("─" * BAR, "dim")
+            bar = Text("─" * width, "dim")
         grid.add_row("exit depth", bar, depth)
         grid.add_row(
             "tokens/s",
@@ -192,7 +195,9 @@ class LiveProgress:
         return outer
 
 
-def open_progress(console: Console, title: JobTitle, *, quiet: bool, records_shown: bool):
+def open_progress(
+    console: Console, title: JobTitle, *, quiet: bool, records_shown: bool
+) -> Progress:
     """The display that suits: log lines where there is no terminal or records scroll through it."""
     if quiet:
         return QuietProgress()
@@ -221,9 +226,11 @@ def print_summary(
         grid.add_row("speed", rate)
     if counts.mean_exit_depth is not None:
         depth = Text(f"mean {counts.mean_exit_depth:.2f} of {loops}  ")
-        if has_colour(console):
-            depth.append_text(depth_bar(counts.exit_depths, loops, BAR)).append("  ")
-        depth.append_text(depth_shares(counts.exit_depths, loops))
+        coloured = has_colour(console)
+        if coloured:
+            width = _bar_width(console)
+            depth.append_text(depth_bar(counts.exit_depths, loops, width)).append("  ")
+        depth.append_text(depth_shares(counts.exit_depths, loops, coloured=coloured))
         grid.add_row("exit depth", depth)
     console.print(grid)
     for name, place in places:
@@ -231,18 +238,22 @@ def print_summary(
         console.print(Text(f"{name:<10}  {place}"), soft_wrap=True)
 
 
+def _bar_width(console: Console) -> int:
+    return 32 if console.width >= WIDE else 14
+
+
 def _of(part: int, whole: int | None) -> str:
     return f"{part:,}" if whole is None else f"{part:,} of {whole:,}"
 
 
-def _bar(part: int, whole: int | None, colour: str) -> ProgressBar:
+def _bar(part: int, whole: int | None, width: int) -> ProgressBar:
     return ProgressBar(
         total=whole,
         completed=part,
-        width=BAR,
+        width=width,
         pulse=whole is None,
-        complete_style=colour,
-        finished_style=colour,
+        complete_style="cyan",
+        finished_style="cyan",
     )
 
 

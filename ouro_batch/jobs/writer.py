@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import orjson
 
@@ -117,7 +117,7 @@ class StreamWriter:
         self.written = 0
         self._name = "standard output" if output == STDOUT else output
         try:
-            self._file = sys.stdout.buffer if output == STDOUT else Path(output).open("wb")
+            self._file = sys.stdout.buffer if output == STDOUT else _open_stream(output)
         except OSError as error:
             raise UsageError(f"cannot write {output}: {error.strerror}") from None
 
@@ -213,6 +213,10 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
 def encode(record: dict[str, Any]) -> bytes:
     """A record as one line of JSON."""
     return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _open_stream(output: str) -> BinaryIO:
+    return open(output, "wb")
 
 
 def _write_all(file: int, data: bytes) -> None:
