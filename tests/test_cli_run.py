@@ -316,6 +316,24 @@ def test_closed_pipe_ends_the_job_without_a_traceback(folder):
     assert b"Exception ignored" not in errors
 
 
+def test_a_job_outlives_the_reader_of_its_progress(folder):
+    reader, writer = os.pipe()
+    os.close(reader)
+    job = subprocess.run([*COMMAND, "in.jsonl", "-m", "x"], cwd=folder, stdout=-1, stderr=writer)
+    os.close(writer)
+    assert job.returncode == 0
+    assert len(lines(job.stdout)) == 6
+
+
+def test_statistics_that_cannot_be_written_are_status_3_with_the_records_in_place(folder):
+    (folder / "s.json.tmp").mkdir()
+    result = run(folder, "in.jsonl", "-o", "out", "--stats", "s.json")
+    assert result.returncode == 3
+    assert b"s.json failed: Is a directory (the records are complete)" in result.stderr
+    assert result.stderr.endswith(b"6 finished records are in %s/out\n" % bytes(folder))
+    assert len(lines((folder / "out").read_bytes())) == 6
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_full_disk_is_status_3(folder):
     with open("/dev/full", "wb") as full:
@@ -331,3 +349,28 @@ def test_a_device_as_output_streams(folder):
     assert run(folder, "in.jsonl", "-o", "/dev/null").returncode == 0
     assert not os.path.isfile("/dev/null")
     assert names(folder) == ["in.jsonl"]
+
+
+def test_the_real_engine_on_a_random_checkpoint(tmp_path):
+    from tests.tiny import write_checkpoint
+
+    write_checkpoint(tmp_path / "model")
+    write(tmp_path / "in.jsonl", [{"prompt": [5 + n, 7, 9]} for n in range(5)] + [{"prompt": "a"}])
+    command = [sys.executable, "-m", "ouro_batch", "run", "in.jsonl", "-m", "model", "-o", "out"]
+    command += ["--exit-threshold", "0.5", "--max-tokens", "6", "--ignore-eos", "--token-ids"]
+    command += ["--device", "cpu", "--kv-tokens", "512", "--preview", "3"]
+    root = str(Path(__file__).parents[1])
+    result = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True
+    )
+    assert result.returncode == 1, result.stderr
+    assert b"Traceback" not in result.stderr
+    records = lines((tmp_path / "out").read_bytes())
+    assert [len(record["token_ids"]) for record in records[:5]] == [6] * 5
+    assert all(record["exit_depths"][0] == 3 for record in records[:5])
+    assert "tokenizer" in records[5]["error"]["message"]
+    stats = orjson.loads((tmp_path / "out.stats.json").read_bytes())
+    # What the job counted from its records is what the engine counted.
+    assert stats["exit_depth"]["mean"] == pytest.approx(stats["engine"]["mean_exit_depth"])
+    assert stats["tokens"]["completion"] == stats["engine"]["completion_tokens"] == 30
+    assert stats["model"]["config"]["loops"] == 3

@@ -11,6 +11,7 @@ from ouro_batch.jobs.preview import (
     depth_colour,
     duration,
     print_answers,
+    token_pieces,
 )
 from ouro_batch.jobs.progress import (
     JobTitle,
@@ -70,6 +71,10 @@ def answer(text, depths, pieces=None, prompt="a question", messages=None):
     prompt = None if messages else prompt
     record = Record(2, 1, "in", 2, SamplingParams(), prompt=prompt, messages=messages)
     return Answer(record, output)
+
+
+def show(screen, answer, llm):
+    print_answers(screen, [answer], [token_pieces(llm, answer.output)], LOOPS)
 
 
 def counts():
@@ -186,7 +191,7 @@ def test_colours_differ_by_depth():
 
 def test_digits_stand_under_their_tokens_without_colour():
     screen = console(terminal=False)
-    print_answers(screen, FakeLLM("x"), [answer("abc", [4, 1, 2])], LOOPS)
+    show(screen, answer("abc", [4, 1, 2]), FakeLLM("x"))
     lines = [line.rstrip() for line in shown(screen).splitlines()]
     assert lines[2:] == [
         "  2 a question",
@@ -204,7 +209,7 @@ class WordLLM(FakeLLM):
 def test_digits_with_words_wide_letters_and_line_breaks():
     text = "One token 漢字\ntwo\nlines"
     screen = console(terminal=False)
-    print_answers(screen, WordLLM("x"), [answer(text, [4, 1, 3, 2, 1, 3], pieces="x" * 6)], LOOPS)
+    show(screen, answer(text, [4, 1, 3, 2, 1, 3], pieces="x" * 6), WordLLM("x"))
     lines = [line.rstrip() for line in shown(screen).splitlines()]
     assert lines[3:-1] == [
         "    One token 漢字⏎",
@@ -217,15 +222,15 @@ def test_digits_with_words_wide_letters_and_line_breaks():
 
 
 def test_long_answers_wrap_with_their_digits():
-    screen = console(terminal=False, width=40)
-    print_answers(screen, FakeLLM("x"), [answer("x" * 80, [1] * 80)], LOOPS)
+    screen = console(terminal=False, width=60)
+    show(screen, answer("x" * 120, [1] * 120), FakeLLM("x"))
     lines = [line.strip() for line in shown(screen).splitlines()]
-    assert lines[-7:-1] == ["x" * 36, "1" * 36, "x" * 36, "1" * 36, "x" * 8, "1" * 8]
+    assert lines[-7:-1] == ["x" * 56, "1" * 56, "x" * 56, "1" * 56, "x" * 8, "1" * 8]
 
 
 def test_coloured_tokens():
     screen = console(terminal=True)
-    print_answers(screen, FakeLLM("x"), [answer("ab", [4, 1])], LOOPS)
+    show(screen, answer("ab", [4, 1]), FakeLLM("x"))
     red, green = (
         "48;2;" + ";".join(str(int(depth_colour(depth, LOOPS)[i : i + 2], 16)) for i in (1, 3, 5))
         for depth in (4, 1)
@@ -238,7 +243,7 @@ def test_coloured_tokens():
 def test_text_cut_by_a_stop_string_and_control_characters():
     screen = console(terminal=False)
     cut = answer("a\x1bb", [4, 1, 2, 3, 3], pieces="a\x1bbXX", prompt="q\x1b[2J\nr")
-    print_answers(screen, FakeLLM("x"), [cut], LOOPS)
+    show(screen, cut, FakeLLM("x"))
     text = shown(screen)
     assert "\x1b" not in text
     assert "    a�b\n    412\n" in text
@@ -251,7 +256,7 @@ def test_question_of_chat_and_token_prompts():
         ({"prompt": "long " * 100}, "…"),
     ):
         screen = console(terminal=False, width=60)
-        print_answers(screen, FakeLLM("x"), [answer("a", [4], **asked)], LOOPS)
+        show(screen, answer("a", [4], **asked), FakeLLM("x"))
         assert expected in shown(screen)
         assert "1 tokens, stop" in shown(screen)
 

@@ -45,6 +45,14 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+class _Messages(Console):
+    """Standard error. A job outlives whoever read its progress."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def _option(panel: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, rich_help_panel=panel, **settings)
 
@@ -331,7 +339,7 @@ def run(
     Exit status: 0 all done, 1 some records failed, 2 wrong use, 3 the engine could not run,
     130 interrupted.
     """
-    console = Console(stderr=True, highlight=False)
+    console = _Messages(stderr=True, highlight=False)
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,

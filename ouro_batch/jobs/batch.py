@@ -14,11 +14,11 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from ouro_batch.errors import EngineError, ModelError
+from ouro_batch.errors import EngineError, ModelError, OuroBatchError
 from ouro_batch.jobs.errors import FileError, OutputClosed
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.job import Job
-from ouro_batch.jobs.preview import print_answers
+from ouro_batch.jobs.preview import print_answers, token_pieces
 from ouro_batch.jobs.progress import JobTitle, open_progress, print_summary
 from ouro_batch.jobs.reader import LineReader, check_inputs, count_records
 from ouro_batch.jobs.statistics import JobCounts, job_statistics
@@ -172,14 +172,14 @@ class _Batch:
         return PREVIEW_RECORDS if terminal else 0
 
     def _preview(self, llm: LLM, job: Job, loops: int) -> None:
-        if not job.answers:
-            return
         answers = [job.answers[index] for index in sorted(job.answers)]
         try:
-            print_answers(self._console, llm, answers, loops)
-        except ModelError:
+            pieces = [token_pieces(llm, answer.output) for answer in answers]
+        except OuroBatchError:
             return  # no tokenizer: there are only token ids, nothing to look at
-        self._console.print()
+        if answers:
+            print_answers(self._console, answers, pieces, loops)
+            self._console.print()
 
     def _write_statistics(self, llm: LLM, counts: JobCounts, load_s: float) -> None:
         options = self._options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ MAX_TOKENS = 300
 INDENT = 4
 # Control characters in an answer must not drive the terminal.
 HARMLESS = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+Pieces = list[tuple[str, int]]  # text and exit depth of each token
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,34 @@ def depth_shares(histogram: Mapping[int, int], loops: int, *, coloured: bool) ->
     return text
 
 
-def print_answers(console: Console, llm: LLM, answers: Iterable[Answer], loops: int) -> None:
-    """Print a legend and the answers; tokens are told apart by colour, or by digits under them."""
+def token_pieces(llm: LLM, output: RequestOutput) -> Pieces:
+    """Pieces of an answer's text with their exit depths, without what a stop string cut off.
+
+    Raises:
+        OuroBatchError: the model has no tokenizer.
+    """
+    pieces = []
+    left = len(output.text)
+    tokens = output.token_ids[:MAX_TOKENS]
+    for text, depth in zip(llm.token_texts(tokens), output.exit_depths, strict=False):
+        shown = text[:left]
+        left -= len(shown)
+        if shown:
+            pieces.append((shown.translate(HARMLESS), depth))
+    if left > 0 and len(output.token_ids) > MAX_TOKENS:
+        pieces.append((" …", output.exit_depths[MAX_TOKENS - 1]))
+    return pieces
+
+
+def print_answers(
+    console: Console, answers: Sequence[Answer], pieces: Sequence[Pieces], loops: int
+) -> None:
+    """Print a legend and the answers, each with its ``token_pieces``.
+
+    Tokens are told apart by the colour of their exit depth, or by digits under them.
+    """
     console.print(_legend(loops, coloured=has_colour(console)))
-    for answer in answers:
+    for answer, tokens in zip(answers, pieces, strict=True):
         output = answer.output
         depth = output.mean_exit_depth
         facts = f"{output.usage.completion_tokens} tokens, {output.finish_reason}"
@@ -93,7 +119,6 @@ def print_answers(console: Console, llm: LLM, answers: Iterable[Answer], loops: 
         question = Text(f"{answer.record.index:>{INDENT - 1}} ", "bold")
         question.append(_question(answer.record, console.width - INDENT - 1), "dim")
         console.print(question, no_wrap=True, overflow="ellipsis")
-        tokens = list(_shown_tokens(llm, output))
         if has_colour(console):
             text = Text()
             for piece, exit_depth in tokens:
@@ -125,20 +150,7 @@ def _question(record: Record, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 1)) + "…"
 
 
-def _shown_tokens(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, int]]:
-    """Pieces of text with their exit depths, without what a stop string cut off."""
-    left = len(output.text)
-    tokens = output.token_ids[:MAX_TOKENS]
-    for piece, depth in zip(llm.token_texts(tokens), output.exit_depths, strict=False):
-        piece = piece[:left]
-        left -= len(piece)
-        if piece:
-            yield piece.translate(HARMLESS), depth
-    if left > 0 and len(output.token_ids) > MAX_TOKENS:
-        yield " …", output.exit_depths[MAX_TOKENS - 1]
-
-
-def _print_digits(console: Console, tokens: Iterable[tuple[str, int]]) -> None:
+def _print_digits(console: Console, tokens: Pieces) -> None:
     """The text with a line below it that has each token's exit depth under its first letter."""
     width = max(console.width - INDENT, 20)
     text = digits = ""

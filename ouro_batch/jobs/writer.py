@@ -35,7 +35,7 @@ class Writer(Protocol):
         """All records were written. Raises FileError where they cannot be put in place."""
 
     def keep(self) -> str | None:
-        """The job ended early: where its finished records are, None where there are none."""
+        """Write no more. Where the finished records are, None where there are none."""
 
 
 class FileWriter:
@@ -50,6 +50,7 @@ class FileWriter:
         self.path = Path(os.path.realpath(output))
         self.part = self.path.with_name(self.path.name + ".part")
         self.written = 0
+        self._finished = False
         self._end = 0  # bytes of whole records
         self._index = array("Q")  # of each record in the order written
         self._start = array("Q")
@@ -93,9 +94,12 @@ class FileWriter:
                 f"writing {self.path} failed: {error.strerror}"
                 f" (all {self.written:,} records are in {self.part})"
             ) from error
+        self._finished = True
         os.close(self._file)
 
     def keep(self) -> str | None:
+        if self._finished:
+            return str(self.path)
         os.close(self._file)
         if self.written:
             return str(self.part)
