@@ -13,9 +13,9 @@ import torch
 if not torch.cuda.is_available():  # must be set before a kernel module is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file
 
-from ouro_batch import SamplingParams  # noqa: E402
+from ouro_batch import SamplingParams
 
 ORACLE = Path(__file__).parent / "data" / "oracle"
 ORACLE_NAMES = ("mha-4loop", "gqa-3loop", "bf16-192")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -80,8 +80,8 @@ def result_record(record: Record, output: RequestOutput, *, token_ids: bool) -> 
         "finish_reason": output.finish_reason,
         "exit_depths": list(output.exit_depths),
         "mean_exit_depth": output.mean_exit_depth,
-        "usage": asdict(output.usage),
-        "timing": asdict(output.timing),
+        "usage": dict(vars(output.usage)),
+        "timing": dict(vars(output.timing)),
         "seed": output.seed,
         "metadata": record.metadata,
     }
