@@ -3,9 +3,9 @@
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
-from typer.testing import CliRunner
 
 import ouro_batch
 from ouro_batch.cli import app
@@ -13,8 +13,25 @@ from ouro_batch.cli import app
 PANELS = ("Input and output", "Sampling", "Early exit", "Engine", "Memory")
 
 
-def invoke(*arguments, **options):
-    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments, **options)
+@dataclass
+class Result:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def invoke(capsys, monkeypatch):
+    """Runs the command line in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def invoke(*arguments):
+        with pytest.raises(SystemExit) as end:
+            app(arguments, prog_name="ouro-batch")
+        return Result(end.value.code, *capsys.readouterr())
+
+    return invoke
 
 
 def run_options():
@@ -25,19 +42,19 @@ def run_options():
     return [parameter for parameter in command.params if parameter.param_type_name == "option"]
 
 
-def test_version():
+def test_version(invoke):
     result = invoke("--version")
     assert result.exit_code == 0
     assert result.stdout == f"ouro-batch {ouro_batch.__version__}\n"
 
 
-def test_help_lists_the_command():
+def test_help_lists_the_command(invoke):
     result = invoke("--help")
     assert result.exit_code == 0
     assert re.search(r"\brun\b", result.stdout)
 
 
-def test_help_of_run_has_every_option_in_a_panel():
+def test_help_of_run_has_every_option_in_a_panel(invoke):
     result = invoke("run", "--help")
     assert result.exit_code == 0
     for panel in PANELS:
@@ -89,7 +106,7 @@ def test_python_m_is_the_same_command():
         ["run", "p.jsonl", "-m", "x", "--seed", "-1"],
     ],
 )
-def test_wrong_use_is_status_2_on_standard_error(arguments):
+def test_wrong_use_is_status_2_on_standard_error(invoke, arguments):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -112,7 +129,7 @@ def test_wrong_use_is_status_2_on_standard_error(arguments):
         (["--stats", "no/such/folder/s.json"], "there is no folder"),
     ],
 )
-def test_values_out_of_range_are_status_2(tmp_path, arguments, message):
+def test_values_out_of_range_are_status_2(invoke, tmp_path, arguments, message):
     source = tmp_path / "p.jsonl"
     source.write_text('{"prompt": "a"}\n')
     result = invoke("run", str(source), "-m", "x", *arguments)

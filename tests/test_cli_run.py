@@ -1,11 +1,13 @@
 """``ouro-batch run`` as a user runs it, in a process of its own, with a fake LLM."""
 
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
@@ -187,6 +189,30 @@ def test_preview_shows_first_answers(folder):
     assert b"    ABCDEFG\n" in result.stderr
     assert b"    ABCDEF\n" not in result.stderr
     assert b"ABCDEFGH" not in run(folder, "in.jsonl", "-o", "out2").stderr
+
+
+def test_a_terminal_gets_the_live_display_and_a_coloured_preview(folder):
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "110", "LINES": "40"}
+    environment.pop("NO_COLOR", None)
+    job = subprocess.Popen(
+        [*COMMAND, "in.jsonl", "-m", "slow", "-o", "out"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=end,
+    )
+    os.close(end)
+    screen = b""
+    with suppress(OSError):  # Linux says EIO where the other side has closed
+        while chunk := os.read(terminal, 65536):
+            screen += chunk
+    os.close(terminal)
+    assert job.communicate()[0] == b""
+    assert job.returncode == 0
+    assert b"mean exit depth" in screen
+    assert b"rows" in screen
+    assert re.search(rb"\x1b\[[0-9;]*48;5;\d+mA", screen), screen
 
 
 @pytest.mark.parametrize(

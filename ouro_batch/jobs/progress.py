@@ -210,20 +210,19 @@ def print_summary(
     console: Console, counts: JobCounts, loops: int, places: list[tuple[str, str]]
 ) -> None:
     """What came out of a job that ended: numbers, exit depths, and (name, file) of its results."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
     records = Text(f"{counts.ok:,} done", "bold green")
     if counts.failed:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in counts.errors.most_common())
         records.append(f", {counts.failed:,} failed ({kinds})", "bold red")
     records.append(f" in {duration(counts.seconds)}", "not bold default")
-    grid.add_row("requests", records)
+    lines = [("requests", records)]
     if counts.ok:
         rate = Text(f"{counts.per_second(counts.completion_tokens):,.0f} tokens/s", "bold")
         rate.append(
             f"  {counts.completion_tokens:,} tokens generated, {counts.prompt_tokens:,} in prompts",
             "not bold",
         )
-        grid.add_row("speed", rate)
+        lines.append(("speed", rate))
     if counts.mean_exit_depth is not None:
         depth = Text(f"mean {counts.mean_exit_depth:.2f} of {loops}  ")
         coloured = has_colour(console)
@@ -231,11 +230,11 @@ def print_summary(
             width = _bar_width(console)
             depth.append_text(depth_bar(counts.exit_depths, loops, width)).append("  ")
         depth.append_text(depth_shares(counts.exit_depths, loops, coloured=coloured))
-        grid.add_row("exit depth", depth)
-    console.print(grid)
-    for name, place in places:
-        # Outside the grid: a long path must stay in one piece to be copied.
-        console.print(Text(f"{name:<10}  {place}"), soft_wrap=True)
+        lines.append(("exit depth", depth))
+    lines += [(name, Text(place)) for name, place in places]
+    for name, value in lines:
+        # Never wrapped: a long path must stay in one piece to be copied.
+        console.print(Text(f"{name:<10}  ").append_text(value), soft_wrap=True)
 
 
 def _bar_width(console: Console) -> int:
