@@ -90,9 +90,8 @@ def poison_freed_blocks(llm: LLM) -> None:
 
     def poison(freed):
         for block in freed:
-            slots = slice(block * blocks.block_size, (block + 1) * blocks.block_size)
-            cache.keys[:, slots] = math.nan
-            cache.values[:, slots] = math.nan
+            cache.keys[:, block] = math.nan
+            cache.values[:, block] = math.nan
         give(freed)
 
     blocks._give = poison

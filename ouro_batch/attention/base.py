@@ -1,7 +1,7 @@
 """The attention interface: paged, depth-aware keys and values behind two calls.
 
 Shapes: R rows, L loops, N layers, G key/value heads, H query heads, D head dimension,
-S slots, B slots a block, T packed prompt tokens.
+B slots a block, T packed prompt tokens. Slot s is place ``s % B`` of block ``s // B``.
 """
 
 from __future__ import annotations
@@ -13,34 +13,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ouro_batch.model.config import ModelConfig
+
 
 @dataclass
 class KVCache:
     """One pool of slots; a slot holds all layers' keys and values of one (token, loop)."""
 
-    keys: Tensor  # [N, S, G, D]
-    values: Tensor  # [N, S, G, D]
+    keys: Tensor  # [N, blocks, B, G, D]
+    values: Tensor  # [N, blocks, B, G, D]
 
     @classmethod
     def allocate(
         cls,
-        layers: int,
-        slots: int,
-        kv_heads: int,
-        head_dim: int,
+        config: ModelConfig,
+        blocks: int,
+        block_size: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> KVCache:
-        shape = (layers, slots, kv_heads, head_dim)
+        shape = (config.num_layers, blocks, block_size, config.num_kv_heads, config.head_dim)
         return cls(
             torch.empty(shape, device=device, dtype=dtype),
             torch.empty(shape, device=device, dtype=dtype),
         )
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store ``keys``, ``values`` [T, G, D] of one layer in ``slots`` [T]."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+        """Store ``keys``, ``values`` [T, G, D] of one layer in ``slots``, int64 [T]."""
+        place = self._place(slots)
+        self.keys[layer][place] = keys
+        self.values[layer][place] = values
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [*slots.shape, G, D], of ``slots``, int64."""
+        place = self._place(slots)
+        return self.keys[layer][place], self.values[layer][place]
+
+    def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        block_size = self.keys.shape[2]
+        return slots // block_size, slots % block_size
 
 
 @dataclass

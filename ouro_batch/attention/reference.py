@@ -38,8 +38,7 @@ class ReferenceAttention(Attention):
         return DecodePlan(slots, keys[None, :] > positions[:, None])
 
     def decode(self, plan: DecodePlan, queries: Tensor, cache: KVCache, layer: int) -> Tensor:
-        keys = cache.keys[layer][plan.slots]  # [R, K, G, D]
-        values = cache.values[layer][plan.slots]
+        keys, values = cache.read(layer, plan.slots)  # [R, K, G, D]
         out = _attend(queries[:, None], keys, values, plan.hidden[:, None, :])
         return out[:, 0]
 
@@ -62,11 +61,9 @@ class ReferenceAttention(Attention):
             position = torch.arange(segment.start, segment.start + segment.length)
             key = torch.arange(len(slots))
             hidden = (key[None, :] > position[:, None]).to(queries.device)
+            keys, values = cache.read(layer, slots)
             out[begin:end] = _attend(
-                queries[None, begin:end],
-                cache.keys[layer][slots][None],
-                cache.values[layer][slots][None],
-                hidden[None],
+                queries[None, begin:end], keys[None], values[None], hidden[None]
             )[0]
             begin = end
         return out

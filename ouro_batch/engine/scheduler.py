@@ -42,7 +42,7 @@ class Scheduler:
         start_rows = [self._start(request) for request in self._admit()]
         decoding = sum(r.status is Status.DECODE for r in self.running.values())
         chunks = self._chunks(self.max_batched_tokens - decoding)
-        return StepPlan(stop_rows, start_rows, chunks, decode=decoding > 0)
+        return StepPlan(stop_rows, start_rows, chunks, decode_rows=decoding)
 
     def trim(self, request: Request) -> None:
         """Give back what ``request`` can no longer need."""

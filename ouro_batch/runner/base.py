@@ -48,10 +48,10 @@ class StepPlan:
     stop_rows: list[int] = field(default_factory=list)
     start_rows: list[RowStart] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
-    decode: bool = False
+    decode_rows: int = 0  # rows that may be active; 0: no loop step
 
     def __bool__(self) -> bool:
-        return bool(self.stop_rows or self.start_rows or self.chunks or self.decode)
+        return bool(self.stop_rows or self.start_rows or self.chunks or self.decode_rows)
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,7 @@ class EagerRunner(Runner):
         self.model = model
         self.attention = attention
         self.refill = refill
-        self.cache = KVCache.allocate(
-            config.num_layers,
-            blocks * block_size,
-            config.num_kv_heads,
-            config.head_dim,
-            model.device,
-            model.dtype,
-        )
+        self.cache = KVCache.allocate(config, blocks, block_size, model.device, model.dtype)
         self.state = RowState.allocate(
             config, rows, max_model_len, block_size, model.device, model.dtype
         )
@@ -62,7 +55,7 @@ class EagerRunner(Runner):
         for start in plan.start_rows:
             state.start(start)
         events: list[TokenEvent] = []
-        rows_run = self._decode(events) if plan.decode else 0
+        rows_run = self._decode(events) if plan.decode_rows else 0
         if plan.chunks:
             self._prefill(plan.chunks, events)
         self._launched.append(StepResult(events, rows_run))
@@ -80,10 +73,9 @@ class EagerRunner(Runner):
         planes = torch.arange(self.model.config.loops, device=device)[:, None]
         positions = torch.arange(length, device=device)[None, :]
         slots = self.state.tables.lookup(torch.tensor(row, device=device), planes, positions)
-        return (
-            self.cache.keys[:, slots].transpose(0, 1),
-            self.cache.values[:, slots].transpose(0, 1),
-        )
+        layers = [self.cache.read(layer, slots) for layer in range(self.model.config.num_layers)]
+        keys, values = zip(*layers, strict=True)
+        return torch.stack(keys, dim=1), torch.stack(values, dim=1)
 
     def _rows_to_run(self) -> Tensor:
         """Ids, int64 [R'], of the rows whose token runs a loop in this step."""
