@@ -52,6 +52,18 @@ def test_messages_with_template_arguments():
     assert record.chat_template_kwargs == {"enable_thinking": True}
 
 
+def test_null_is_left_out_as_tables_export_it():
+    fields = {"prompt": "p", "messages": None, "max_tokens": None, "seed": None, "metadata": None}
+    record = parse(fields, {"max_tokens": 9})
+    assert record.params.max_tokens == 9
+    assert record.messages is None
+
+
+def test_content_may_be_a_list_of_text_parts():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert parse({"messages": messages}).messages == messages
+
+
 @pytest.mark.parametrize("value", ["x", 5, 1.5, None, True, [1, "a"], {"k": None}])
 def test_any_id_comes_back(value):
     assert parse({"id": value, "prompt": "p"}).id == value
@@ -75,7 +87,7 @@ def test_own_fields_win_over_defaults():
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "both"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": []}, "prompt is empty"),
-        ({"prompt": None}, "got null"),
+        ({"prompt": None}, "this one has neither"),
         ({"prompt": 5}, "got a number"),
         ({"prompt": [1, -1]}, "got -1"),
         ({"prompt": [1, True]}, "got True"),

@@ -106,6 +106,8 @@ def _record(
     for name in fields:
         if name not in FIELDS:
             raise RequestError(_unknown_field(name))
+    # Tables exported to JSON carry null where a column has no value.
+    fields = {name: value for name, value in fields.items() if value is not None}
     if ("prompt" in fields) == ("messages" in fields):
         both = "prompt" in fields
         raise RequestError(
@@ -160,8 +162,8 @@ def _check_messages(messages: Any) -> None:
     for position, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RequestError(f"messages[{position}] must be an object, got {_kind(message)}")
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
+        for name, kinds in (("role", str), ("content", (str, list))):
+            if not isinstance(message.get(name), kinds):
                 got = _kind(message[name]) if name in message else "none"
                 raise RequestError(f"messages[{position}] needs {name} as text, got {got}")
 
