@@ -54,7 +54,7 @@ def test_messages_with_template_arguments():
 
 def test_null_is_left_out_as_tables_export_it():
     fields = {"prompt": "p", "messages": None, "max_tokens": None, "seed": None, "metadata": None}
-    record = parse(fields, {"max_tokens": 9})
+    record = parse(fields, max_tokens=9)
     assert record.params.max_tokens == 9
     assert record.messages is None
 
