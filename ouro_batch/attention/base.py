@@ -49,6 +49,19 @@ class KVCache:
         place = self._place(slots)
         return self.keys[layer][place], self.values[layer][place]
 
+    def read_planes(self, tables: SlotTables, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a row's first ``length`` positions as later queries see them.
+
+        Each is [L, N, length, G, D], for checks.
+        """
+        device = self.keys.device
+        planes = torch.arange(tables.prompt_blocks.shape[1], device=device)[:, None]
+        positions = torch.arange(length, device=device)[None, :]
+        slots = tables.lookup(torch.tensor(row, device=device), planes, positions)
+        layers = [self.read(layer, slots) for layer in range(len(self.keys))]
+        keys, values = zip(*layers, strict=True)
+        return torch.stack(keys, dim=1), torch.stack(values, dim=1)
+
     def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         block_size = self.keys.shape[2]
         return slots // block_size, slots % block_size
@@ -69,13 +82,13 @@ class SlotTables:
     def lookup(self, rows: Tensor, planes: Tensor, positions: Tensor) -> Tensor:
         """Slots, int64, at ``positions`` of planes (0-based loops); all three broadcast."""
         generated = positions - self.prompt_lengths[rows]
-        block = self.prompt_blocks[rows, planes, self._clamp(positions // self.block_size, 2)]
+        last_block = self.prompt_blocks.shape[2] - 1
+        block = self.prompt_blocks[
+            rows, planes, (positions // self.block_size).clamp(max=last_block)
+        ]
         prompt_slot = block.long() * self.block_size + positions % self.block_size
         decode_slot = self.decode_slots[rows, planes, generated.clamp(min=0)].long()
         return torch.where(generated < 0, prompt_slot, decode_slot)
-
-    def _clamp(self, index: Tensor, dim: int) -> Tensor:
-        return index.clamp(max=self.prompt_blocks.shape[dim] - 1)
 
 
 @dataclass(frozen=True)

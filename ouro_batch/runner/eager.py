@@ -69,13 +69,7 @@ class EagerRunner(Runner):
 
     @torch.inference_mode()
     def read_planes(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        device = self.model.device
-        planes = torch.arange(self.model.config.loops, device=device)[:, None]
-        positions = torch.arange(length, device=device)[None, :]
-        slots = self.state.tables.lookup(torch.tensor(row, device=device), planes, positions)
-        layers = [self.cache.read(layer, slots) for layer in range(self.model.config.num_layers)]
-        keys, values = zip(*layers, strict=True)
-        return torch.stack(keys, dim=1), torch.stack(values, dim=1)
+        return self.cache.read_planes(self.state.tables, row, length)
 
     def _rows_to_run(self) -> Tensor:
         """Ids, int64 [R'], of the rows whose token runs a loop in this step."""
