@@ -1,6 +1,6 @@
 """Counts the right answers in an output file of ``ouro-batch run`` on the sample tasks.
 
-    python samples/check_answers.py answers.jsonl --at-least 0.95
+python samples/check_answers.py answers.jsonl --at-least 0.95
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ def main() -> None:
     with open(args.answers, encoding="utf-8") as lines:
         for line in lines:
             record = json.loads(line)
-            metadata = record.get("metadata") or {}  # an error record has none, and is wrong
-            task = metadata.get("task", "not answered")
-            asked[task] += 1
-            right[task] += is_correct(record.get("text", ""), metadata.get("answer", ""))
+            if "error" in record:
+                asked["error"] += 1
+                continue
+            metadata = record["metadata"]
+            asked[metadata["task"]] += 1
+            right[metadata["task"]] += is_correct(record["text"], metadata["answer"])
     for task in sorted(asked):
         print(f"{task:12} {right[task]:4} of {asked[task]:4}")
     share = right.total() / max(asked.total(), 1)
