@@ -42,8 +42,10 @@ class TextSide:
     end_of_turn: int | None  # token id that ends a chat reply
 
     @classmethod
-    def from_folder(cls, folder: Path) -> TextSide:
+    def from_folder(cls, folder: Path | None) -> TextSide:
         """A missing tokenizer is no error yet: prompts of token ids run without one."""
+        if folder is None:
+            return cls(None, "this model has no tokenizer", None, None)
         template = ChatTemplate.from_folder(folder)
         try:
             tokenizer = Tokenizer.from_folder(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,8 @@ from ouro_batch.engine.scheduler import Scheduler
 from ouro_batch.environment import versions
 from ouro_batch.errors import EngineError, RequestError
 from ouro_batch.intake import Intake, Messages, TextSide, output_of
-from ouro_batch.model.config import ModelConfig
-from ouro_batch.model.hub import resolve
 from ouro_batch.model.ouro import Ouro
-from ouro_batch.model.weights import load_weights
+from ouro_batch.model.source import CheckpointSource, ModelSource
 from ouro_batch.options import (
     ATTENTIONS,
     SCHEDULES,
@@ -54,7 +53,7 @@ class LLM:
     """A looped model ready to run requests.
 
     Args:
-        model: a folder with a checkpoint, or a hub id.
+        model: a folder with a checkpoint, a hub id, or a ``ModelSource``.
         revision: branch, tag or commit of a hub id; None is the pinned one or the default branch.
         device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1".
         dtype: "auto" (FP32 on a CPU, the checkpoint's on a GPU), "float32", "bfloat16", "float16".
@@ -81,7 +80,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path | ModelSource,
         *,
         revision: str | None = None,
         device: str = "auto",
@@ -114,8 +113,10 @@ class LLM:
             check_positive(name, value)
         self.seed = seed
         self.device = resolve_device(device)
-        self.checkpoint = resolve(str(model), revision)
-        config = ModelConfig.from_folder(self.checkpoint.folder)
+        if isinstance(model, (str, Path)):
+            model = CheckpointSource(str(model), revision)
+        self.source = model
+        config = model.config
         self.config = config if loops is None else replace(config, loops=loops)
         self.dtype = resolve_dtype(dtype, config.dtype, self.device)
         self.schedule = schedule
@@ -136,8 +137,8 @@ class LLM:
             raise EngineError(
                 f"max_model_len {max_model_len} is above the model's {positions} positions"
             )
-        text = TextSide.from_folder(self.checkpoint.folder)
-        weights = load_weights(self.checkpoint.folder, self.config, self.device, self.dtype)
+        text = TextSide.from_folder(model.folder)
+        weights = model.load(self.device, self.dtype)
         blocks = memory.cache_blocks(
             self.config,
             self.dtype,
@@ -333,8 +334,8 @@ class LLM:
         """Model, device, options and versions, ready for JSON."""
         return {
             "model": {
-                "name": self.checkpoint.name,
-                "revision": self.checkpoint.revision,
+                "name": self.source.name,
+                "revision": self.source.revision,
                 "config": asdict(self.config),
             },
             "device": memory.device_name(self.device),
