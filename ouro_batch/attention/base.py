@@ -103,23 +103,25 @@ class PrefillSegment:
 class Attention(ABC):
     """Scaled dot-product attention over the slots of each query's own plane.
 
-    A plan is made once a loop and serves every layer of it.
+    A plan serves every layer. Results go into ``out``, so that a graph can hold the calls.
     """
 
     @abstractmethod
     def plan_decode(
-        self, tables: SlotTables, rows: Tensor, planes: Tensor, positions: Tensor
+        self, tables: SlotTables, rows: Tensor, planes: Tensor, contexts: Tensor
     ) -> Any:
-        """Plan for one query a row: row ids, planes and positions, each int64 [R]."""
+        """Plan for one query an entry: row, plane and number of positions it sees, integers [M]."""
 
     @abstractmethod
-    def decode(self, plan: Any, queries: Tensor, cache: KVCache, layer: int) -> Tensor:
-        """``queries`` [R, H, D] over positions 0..own -> [R, H, D]."""
+    def decode(self, plan: Any, queries: Tensor, out: Tensor, cache: KVCache, layer: int) -> None:
+        """``queries``, ``out`` [M, H, D]: each over positions 0..context-1 of its plane."""
 
     @abstractmethod
-    def plan_prefill(self, tables: SlotTables, segments: list[PrefillSegment], plane: int) -> Any:
-        """Plan for packed segments that run the same plane."""
+    def plan_prefill(self, tables: SlotTables, segments: list[PrefillSegment]) -> Any:
+        """Plan for packed segments, in any plane."""
 
     @abstractmethod
-    def prefill(self, plan: Any, queries: Tensor, cache: KVCache, layer: int) -> Tensor:
-        """Causal attention of ``queries`` [T, H, D], packed by segment -> [T, H, D]."""
+    def prefill(
+        self, plan: Any, plane: int, queries: Tensor, out: Tensor, cache: KVCache, layer: int
+    ) -> None:
+        """Causal attention of ``queries`` [T, H, D], packed by segment, into ``out``."""

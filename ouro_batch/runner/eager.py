@@ -93,11 +93,13 @@ class EagerRunner(Runner):
         )
         positions = state.position[rows].long()
         slots = state.take_slots(rows, planes)
-        plan = self.attention.plan_decode(state.tables, rows, planes, positions)
+        plan = self.attention.plan_decode(state.tables, rows, planes, positions + 1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.cache.write(layer, slots, k, v)
-            return self.attention.decode(plan, q, self.cache, layer)
+            out = torch.empty_like(q)
+            self.attention.decode(plan, q, out, self.cache, layer)
+            return out
 
         hidden = model.loop(hidden, model.rope(positions), attend)
         survival = torch.where(fresh, 1.0, state.survival[rows])
@@ -130,15 +132,22 @@ class EagerRunner(Runner):
         tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
         rope = model.rope(positions)
         hidden = model.embed(tokens)
+        plan = self.attention.plan_prefill(tables, segments)
         for plane in range(model.config.loops):
             slots = tables.lookup(rows, torch.tensor(plane, device=device), positions)
-            plan = self.attention.plan_prefill(tables, segments, plane)
 
             def attend(
-                layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor = slots, plan=plan
+                layer: int,
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                slots: Tensor = slots,
+                plane: int = plane,
             ) -> Tensor:
                 self.cache.write(layer, slots, k, v)
-                return self.attention.prefill(plan, q, self.cache, layer)
+                out = torch.empty_like(q)
+                self.attention.prefill(plan, plane, q, out, self.cache, layer)
+                return out
 
             hidden = model.loop(hidden, rope, attend)
 

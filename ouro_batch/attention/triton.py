@@ -1,0 +1,98 @@
+"""Attention by the Triton kernels, with work space that keeps its place for CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ouro_batch.attention.base import Attention, KVCache, PrefillSegment, SlotTables
+from ouro_batch.kernels.decode_attention import DecodeWork, build_decode_work, decode_attention
+from ouro_batch.kernels.prefill_attention import (
+    prefill_attention,
+    prefill_config,
+    prefill_tiles,
+)
+from ouro_batch.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    tables: SlotTables
+    tiles: Tensor  # int32, as ``prefill_attention`` takes them
+
+
+class TritonAttention(Attention):
+    """One step at a time: a decode plan holds until the next is made.
+
+    Args:
+        config, dtype, device: of the model.
+        entries: queries of a decode step at most.
+        slots: slots of the whole cache; contexts together cannot be longer.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        entries: int,
+        slots: int,
+    ):
+        self._work = DecodeWork.allocate(
+            entries,
+            DecodeWork.max_items(entries, slots),
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            device,
+        )
+        self._prefill_config = prefill_config(dtype, config.head_dim)
+
+    def plan_decode(
+        self, tables: SlotTables, rows: Tensor, planes: Tensor, contexts: Tensor
+    ) -> SlotTables:
+        build_decode_work(self._work, rows, planes, contexts, tables.prompt_lengths)
+        return tables
+
+    def decode(
+        self, plan: SlotTables, queries: Tensor, out: Tensor, cache: KVCache, layer: int
+    ) -> None:
+        decode_attention(
+            out,
+            queries,
+            cache.keys[layer],
+            cache.values[layer],
+            plan.prompt_blocks,
+            plan.decode_slots,
+            self._work,
+        )
+
+    def plan_prefill(self, tables: SlotTables, segments: list[PrefillSegment]) -> PrefillPlan:
+        device = tables.prompt_lengths.device
+        tiles = prefill_tiles(
+            [(s.row, s.start, s.length) for s in segments], self._prefill_config.block_m
+        )
+        return PrefillPlan(tables, torch.tensor(tiles, dtype=torch.int32, device=device))
+
+    def prefill(
+        self,
+        plan: PrefillPlan,
+        plane: int,
+        queries: Tensor,
+        out: Tensor,
+        cache: KVCache,
+        layer: int,
+    ) -> None:
+        prefill_attention(
+            out,
+            queries,
+            cache.keys[layer],
+            cache.values[layer],
+            plan.tiles,
+            plane,
+            plan.tables.prompt_blocks,
+            config=self._prefill_config,
+        )

@@ -1,0 +1,425 @@
+"""The Triton runner: the same step as the eager runner's, in kernels that never wait for the host.
+
+On a GPU a whole decode loop step is one CUDA graph a bucket of rows; results come back through
+pinned memory one step behind. On a CPU, under Triton's interpreter, the same kernels run without
+graphs, for tests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ouro_batch.attention.base import KVCache, PrefillSegment
+from ouro_batch.attention.triton import TritonAttention
+from ouro_batch.kernels import mlp, norm, rope, sampling, step
+from ouro_batch.model.ouro import Ouro
+from ouro_batch.runner.base import (
+    MAX_STOP_IDS,
+    PrefillChunk,
+    RowStart,
+    Runner,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
+from ouro_batch.runner.graphs import StepGraphs
+from ouro_batch.runner.projections import Projections
+from ouro_batch.runner.state import RowState
+
+# (layer, queries [T, H, D], out [T, H, D]), after the layer's keys and values were stored.
+Attend = Callable[[int, Tensor, Tensor], None]
+
+
+@dataclass
+class Activations:
+    """Work space of T tokens; ``first(n)`` is the same for the first n of them."""
+
+    hidden: Tensor  # [T, hidden], the residual stream
+    normed: Tensor  # [T, hidden], its norm; after a loop, the loop's output
+    qkv: Tensor  # [T, (H + 2G) * D]
+    queries: Tensor  # [T, H, D]
+    attended: Tensor  # [T, H, D]
+    projected: Tensor  # [T, hidden]
+    gate_up: Tensor  # [T, 2I]
+    mlp: Tensor  # [T, I]
+
+    @classmethod
+    def allocate(cls, model: Ouro, tokens: int) -> Activations:
+        c = model.config
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty((tokens, *shape), dtype=model.dtype, device=model.device)
+
+        return cls(
+            hidden=empty(c.hidden_size),
+            normed=empty(c.hidden_size),
+            qkv=empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
+            queries=empty(c.num_heads, c.head_dim),
+            attended=empty(c.num_heads, c.head_dim),
+            projected=empty(c.hidden_size),
+            gate_up=empty(2 * c.intermediate_size),
+            mlp=empty(c.intermediate_size),
+        )
+
+    def first(self, tokens: int) -> Activations:
+        return Activations(**{name: tensor[:tokens] for name, tensor in vars(self).items()})
+
+
+@dataclass
+class Entries:
+    """The compacted rows of a decode loop step (M entries), and those of them that exit."""
+
+    rows: Tensor  # int32 [M]
+    planes: Tensor  # int32 [M]
+    positions: Tensor  # int32 [M]
+    contexts: Tensor  # int32 [M]
+    slots: Tensor  # int32 [M], -1 where unused
+    fresh: Tensor  # uint8 [M]
+    exits: Tensor  # int32 [M]
+    exit_rows: Tensor  # int32 [M]
+    exit_hidden: Tensor  # [M, hidden]
+    logits: Tensor  # [M, V]
+    tokens: Tensor  # int32 [M]
+
+    @classmethod
+    def allocate(cls, model: Ouro, entries: int) -> Entries:
+        def int32(dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(entries, dtype=dtype, device=model.device)
+
+        def empty(width: int) -> Tensor:
+            return torch.empty((entries, width), dtype=model.dtype, device=model.device)
+
+        return cls(
+            rows=int32(),
+            planes=int32(),
+            positions=int32(),
+            contexts=int32(),
+            slots=int32(),
+            fresh=int32(torch.uint8),
+            exits=int32(),
+            exit_rows=int32(),
+            exit_hidden=empty(model.config.hidden_size),
+            logits=empty(model.config.vocab_size),
+            tokens=int32(),
+        )
+
+    def first(self, entries: int) -> Entries:
+        return Entries(**{name: tensor[:entries] for name, tensor in vars(self).items()})
+
+
+class _PinnedResults:
+    """One step's results on their way to the host."""
+
+    def __init__(self, device: torch.device, rows: int):
+        on_gpu = device.type == "cuda"
+        self.values = torch.zeros(3 * rows + 1, dtype=torch.int32, pin_memory=on_gpu)
+        self.arrived = torch.cuda.Event() if on_gpu else None
+
+    def fetch(self, results: Tensor) -> None:
+        self.values.copy_(results, non_blocking=True)
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def read(self) -> StepResult:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        *table, rows_run = self.values.tolist()
+        rows = len(table) // 3
+        events = [
+            TokenEvent(row, table[row], table[rows + row], bool(table[2 * rows + row]))
+            for row in range(rows)
+            if table[row] >= 0
+        ]
+        return StepResult(events, rows_run)
+
+
+class TritonRunner(Runner):
+    """Runs plans in fixed launches: what depends on the data is decided on the device.
+
+    Args:
+        model: weights and shapes; its torch arithmetic is not used.
+        rows: rows of the decode state, R.
+        blocks, block_size: the pool of key/value slots.
+        max_model_len: positions a request may have.
+        max_prefill_tokens: prompt tokens of one step at most.
+        refill: False makes rows wait, once their token has exited, until every running token has.
+    """
+
+    def __init__(
+        self,
+        model: Ouro,
+        *,
+        rows: int,
+        blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_prefill_tokens: int,
+        refill: bool = True,
+    ):
+        config, device = model.config, model.device
+        self.model = model
+        self.refill = refill
+        self.state = RowState.allocate(config, rows, max_model_len, block_size, device, model.dtype)
+        self.cache = KVCache.allocate(config, blocks, block_size, device, model.dtype)
+        self.attention = TritonAttention(
+            config, model.dtype, device, entries=rows, slots=blocks * block_size
+        )
+        self.projections = Projections(model.weights)
+        self._entries = Entries.allocate(model, rows)
+        self._decode_space = Activations.allocate(model, rows)
+        self._prefill_space = Activations.allocate(model, max_prefill_tokens)
+        self._count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._exit_count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._results = torch.full((3 * rows + 1,), -1, dtype=torch.int32, device=device)
+        self._table = self._results[:-1].view(3, rows)
+        cos, sin = model.rope(torch.arange(max_model_len, device=device))
+        self._cos_sin = torch.cat((cos, sin), dim=1)  # FP32 [positions, D]
+        self._graphs = StepGraphs(self._decode, rows, device)
+        self._spare = deque(_PinnedResults(device, rows) for _ in range(3))
+        self._launched: deque[_PinnedResults] = deque()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        if plan.stop_rows:
+            self.state.active[self._to_device(plan.stop_rows, torch.int64)] = False
+        if plan.start_rows:
+            self._start(plan.start_rows)
+        if plan.decode_rows:
+            self._graphs.run(plan.decode_rows)
+        else:
+            self._table[0].fill_(-1)
+            self._count.zero_()
+        if plan.chunks:
+            self._prefill(plan.chunks)
+        self._results[-1:].copy_(self._count)
+        pinned = self._spare.popleft()
+        pinned.fetch(self._results)
+        self._launched.append(pinned)
+
+    def collect(self) -> StepResult:
+        pinned = self._launched.popleft()
+        result = pinned.read()
+        self._spare.append(pinned)
+        return result
+
+    def reset(self) -> None:
+        self.state.active.fill_(False)
+        self._spare.extend(self._launched)
+        self._launched.clear()
+
+    @torch.inference_mode()
+    def read_planes(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        return self.cache.read_planes(self.state.tables, row, length)
+
+    def _to_device(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        """A copy that the host need not wait for."""
+        tensor = torch.tensor(values, dtype=dtype)
+        if self.model.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.model.device, non_blocking=True)
+
+    def _start(self, starts: list[RowStart]) -> None:
+        state, packed, offsets = self.state, [], []
+        for start in starts:
+            offsets.append(len(packed))
+            packed += step.pack_start(start, MAX_STOP_IDS)
+        step.start_rows(
+            packed=self._to_device(packed),
+            offsets=self._to_device(offsets),
+            active=state.active.view(torch.uint8),
+            depth=state.depth,
+            generated=state.generated,
+            slots_taken=state.slots_taken,
+            prompt_lengths=state.tables.prompt_lengths,
+            max_tokens=state.max_tokens,
+            min_loops=state.min_loops,
+            max_loops=state.max_loops,
+            replay=state.replay.view(torch.uint8),
+            top_k=state.top_k,
+            temperature=state.temperature,
+            top_p=state.top_p,
+            exit_threshold=state.exit_threshold,
+            seed=state.seed,
+            stop_ids=state.stop_ids,
+            prompt_blocks=state.tables.prompt_blocks,
+            decode_blocks=state.decode_blocks,
+            replay_depths=state.replay_depths,
+        )
+
+    def _decode(self, bucket: int) -> None:
+        """One loop for the running rows, of which there are at most ``bucket``."""
+        state, weights = self.state, self.model.weights
+        entries, space = self._entries.first(bucket), self._decode_space.first(bucket)
+        step.begin_step(
+            active=state.active.view(torch.uint8),
+            depth=state.depth,
+            position=state.position,
+            generated=state.generated,
+            slots_taken=state.slots_taken,
+            decode_blocks=state.decode_blocks,
+            decode_slots=state.tables.decode_slots,
+            results=self._table,
+            rows=entries.rows,
+            planes=entries.planes,
+            positions=entries.positions,
+            contexts=entries.contexts,
+            slots=entries.slots,
+            fresh=entries.fresh,
+            count=self._count,
+            block_size=state.tables.block_size,
+            refill=self.refill,
+        )
+        plan = self.attention.plan_decode(
+            state.tables, entries.rows, entries.planes, entries.contexts
+        )
+        norm.embed_norm(
+            space.hidden,
+            space.normed,
+            embed=weights.embed,
+            token=state.token,
+            carried=state.hidden,
+            rows=entries.rows,
+            fresh=entries.fresh,
+            weight=weights.layers[0].input_norm,
+            eps=self.model.config.rms_norm_eps,
+        )
+
+        def attend(layer: int, queries: Tensor, out: Tensor) -> None:
+            self.attention.decode(plan, queries, out, self.cache, layer)
+
+        self._loop(space, entries.slots, entries.positions, attend)
+        step.end_loop(
+            hidden=space.normed,
+            gate_weight=weights.exit_gate_weight,
+            gate_bias=weights.exit_gate_bias,
+            rows=entries.rows,
+            fresh=entries.fresh,
+            count=self._count,
+            depth=state.depth,
+            survival=state.survival,
+            carried=state.hidden,
+            generated=state.generated,
+            exit_threshold=state.exit_threshold,
+            min_loops=state.min_loops,
+            max_loops=state.max_loops,
+            replay=state.replay.view(torch.uint8),
+            replay_depths=state.replay_depths,
+            exits=entries.exits,
+        )
+        step.gather_exits(
+            exits=entries.exits,
+            rows=entries.rows,
+            hidden=space.normed,
+            exit_rows=entries.exit_rows,
+            exit_hidden=entries.exit_hidden,
+            exit_count=self._exit_count,
+        )
+        self._emit(entries)
+
+    def _prefill(self, chunks: list[PrefillChunk]) -> None:
+        """Run prompt tokens of several rows through all loops, packed."""
+        weights, eps = self.model.weights, self.model.config.rms_norm_eps
+        segments = [PrefillSegment(c.row, c.start, len(c.tokens)) for c in chunks]
+        tokens = self._to_device([token for c in chunks for token in c.tokens])
+        rows = self._to_device([s.row for s in segments for _ in range(s.length)], torch.int64)
+        positions = self._to_device(
+            [at for s in segments for at in range(s.start, s.start + s.length)]
+        )
+        plan = self.attention.plan_prefill(self.state.tables, segments)
+        space = self._prefill_space.first(len(tokens))
+        planes = torch.arange(self.model.config.loops, device=self.model.device)
+        space.normed.copy_(self.model.embed(tokens))
+        for plane in range(self.model.config.loops):
+            slots = self.state.tables.lookup(rows, planes[plane], positions)
+            space.hidden.copy_(space.normed)
+            norm.rms_norm(space.normed, space.hidden, weights.layers[0].input_norm, eps)
+
+            def attend(layer: int, queries: Tensor, out: Tensor, plane: int = plane) -> None:
+                self.attention.prefill(plan, plane, queries, out, self.cache, layer)
+
+            self._loop(space, slots, positions, attend)
+
+        lasts, end = [], 0
+        for chunk in chunks:
+            end += len(chunk.tokens)
+            if chunk.last:
+                lasts.append((chunk.row, end - 1))
+        if lasts:
+            entries = self._entries.first(len(lasts))
+            entries.exit_rows.copy_(self._to_device([row for row, _ in lasts]))
+            at = self._to_device([place for _, place in lasts], torch.int64)
+            torch.index_select(space.normed, 0, at, out=entries.exit_hidden)
+            self._exit_count.fill_(len(lasts))
+            self._emit(entries)
+
+    def _loop(self, space: Activations, slots: Tensor, positions: Tensor, attend: Attend) -> None:
+        """All layers once, from ``hidden`` and its first norm; ends with the final norm.
+
+        ``slots``, ``positions`` int32 [T]: where each token's keys and values go, and its place.
+        """
+        weights, eps = self.model.weights, self.model.config.rms_norm_eps
+        layers = weights.layers
+        following = [*(layer.input_norm for layer in layers[1:]), weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            self.projections.qkv(index, space.normed, space.qkv)
+            rope.rope_store(
+                space.queries,
+                space.qkv,
+                self.cache.keys[index],
+                self.cache.values[index],
+                slots,
+                positions,
+                self._cos_sin,
+            )
+            attend(index, space.queries, space.attended)
+            self.projections.o(index, space.attended.flatten(1), space.projected)
+            norm.add_rms_norm(
+                space.hidden,
+                space.projected,
+                layer.input_norm_2,
+                space.normed,
+                layer.post_norm,
+                eps,
+            )
+            self.projections.gate_up(index, space.normed, space.gate_up)
+            mlp.silu_mul(space.mlp, space.gate_up)
+            self.projections.down(index, space.mlp, space.projected)
+            norm.add_rms_norm(
+                space.hidden, space.projected, layer.post_norm_2, space.normed, next_norm, eps
+            )
+
+    def _emit(self, entries: Entries) -> None:
+        """Logits and a sampled token for every row that exits or ends its prompt."""
+        state = self.state
+        self.projections.lm_head(entries.exit_hidden, entries.logits, self._exit_count)
+        sampling.sample(
+            entries.tokens,
+            entries.logits,
+            rows=entries.exit_rows,
+            count=self._exit_count,
+            temperature=state.temperature,
+            top_k=state.top_k,
+            top_p=state.top_p,
+            seed=state.seed,
+            position=state.generated,
+        )
+        step.emit_tokens(
+            exit_rows=entries.exit_rows,
+            exit_count=self._exit_count,
+            tokens=entries.tokens,
+            active=state.active.view(torch.uint8),
+            token=state.token,
+            position=state.position,
+            depth=state.depth,
+            generated=state.generated,
+            max_tokens=state.max_tokens,
+            stop_ids=state.stop_ids,
+            prompt_lengths=state.tables.prompt_lengths,
+            decode_slots=state.tables.decode_slots,
+            results=self._table,
+        )
