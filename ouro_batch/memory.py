@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import resource
+from collections.abc import Sequence
 
 import torch
 
@@ -59,6 +60,16 @@ def cache_blocks(
             f" {config.loops} (raise kv_memory or gpu_memory_utilization, or lower block_size)"
         )
     return blocks
+
+
+def upload(
+    values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor on ``device``, by a copy through pinned memory that the host does not wait for."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def peak_bytes(device: torch.device) -> int:

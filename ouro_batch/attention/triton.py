@@ -14,6 +14,7 @@ from ouro_batch.kernels.prefill_attention import (
     prefill_config,
     prefill_tiles,
 )
+from ouro_batch.memory import upload
 from ouro_batch.model.config import ModelConfig
 
 
@@ -71,11 +72,10 @@ class TritonAttention(Attention):
         )
 
     def plan_prefill(self, tables: SlotTables, segments: list[PrefillSegment]) -> PrefillPlan:
-        device = tables.prompt_lengths.device
         tiles = prefill_tiles(
             [(s.row, s.start, s.length) for s in segments], self._prefill_config.block_m
         )
-        return PrefillPlan(tables, torch.tensor(tiles, dtype=torch.int32, device=device))
+        return PrefillPlan(tables, upload(tiles, torch.int32, tables.prompt_lengths.device))
 
     def prefill(
         self,

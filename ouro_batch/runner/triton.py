@@ -17,6 +17,7 @@ from torch import Tensor
 from ouro_batch.attention.base import KVCache, PrefillSegment
 from ouro_batch.attention.triton import TritonAttention
 from ouro_batch.kernels import mlp, norm, rope, sampling, step
+from ouro_batch.memory import upload
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.runner.base import (
     MAX_STOP_IDS,
@@ -186,7 +187,7 @@ class TritonRunner(Runner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
         if plan.stop_rows:
-            self.state.active[self._to_device(plan.stop_rows, torch.int64)] = False
+            self.state.active[self._upload(plan.stop_rows, torch.int64)] = False
         if plan.start_rows:
             self._start(plan.start_rows)
         if plan.decode_rows:
@@ -216,12 +217,8 @@ class TritonRunner(Runner):
     def read_planes(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         return self.cache.read_planes(self.state.tables, row, length)
 
-    def _to_device(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-        """A copy that the host need not wait for."""
-        tensor = torch.tensor(values, dtype=dtype)
-        if self.model.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.model.device, non_blocking=True)
+    def _upload(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return upload(values, dtype, self.model.device)
 
     def _start(self, starts: list[RowStart]) -> None:
         state, packed, offsets = self.state, [], []
@@ -229,8 +226,8 @@ class TritonRunner(Runner):
             offsets.append(len(packed))
             packed += step.pack_start(start, MAX_STOP_IDS)
         step.start_rows(
-            packed=self._to_device(packed),
-            offsets=self._to_device(offsets),
+            packed=self._upload(packed),
+            offsets=self._upload(offsets),
             active=state.active.view(torch.uint8),
             depth=state.depth,
             generated=state.generated,
@@ -325,9 +322,9 @@ class TritonRunner(Runner):
         """Run prompt tokens of several rows through all loops, packed."""
         weights, eps = self.model.weights, self.model.config.rms_norm_eps
         segments = [PrefillSegment(c.row, c.start, len(c.tokens)) for c in chunks]
-        tokens = self._to_device([token for c in chunks for token in c.tokens])
-        rows = self._to_device([s.row for s in segments for _ in range(s.length)], torch.int64)
-        positions = self._to_device(
+        tokens = self._upload([token for c in chunks for token in c.tokens])
+        rows = self._upload([s.row for s in segments for _ in range(s.length)], torch.int64)
+        positions = self._upload(
             [at for s in segments for at in range(s.start, s.start + s.length)]
         )
         plan = self.attention.plan_prefill(self.state.tables, segments)
@@ -351,8 +348,8 @@ class TritonRunner(Runner):
                 lasts.append((chunk.row, end - 1))
         if lasts:
             entries = self._entries.first(len(lasts))
-            entries.exit_rows.copy_(self._to_device([row for row, _ in lasts]))
-            at = self._to_device([place for _, place in lasts], torch.int64)
+            entries.exit_rows.copy_(self._upload([row for row, _ in lasts]))
+            at = self._upload([place for _, place in lasts], torch.int64)
             torch.index_select(space.normed, 0, at, out=entries.exit_hidden)
             self._exit_count.fill_(len(lasts))
             self._emit(entries)
