@@ -6,13 +6,13 @@ import random
 import zlib
 from dataclasses import dataclass
 
-NAMES = """
+_NAMES = """
     Ada Ann Ben Bob Cal Dan Dot Eli Eva Eve Fay Gus Guy Hal Ian Ida Ivy Jan Jay Jim Joe Jon Kay
     Ken Kim Lee Leo Liz Lou Mae Max Meg Mia Ned Nan Pam Pat Ray Rex Rob Ron Roy Sam Sid Sue Tim
     Tom Una Val Vic Will Zoe
-""".split()
+"""
 
-WORDS = """
+_WORDS = """
     apple arm bag ball bear bed bell bird boat book bowl box bread brick bus cake car cat chair
     clock cloud coat coin cow cup desk dog door duck ear egg eye farm fire fish flag flower foot
     fork frog gate glass goat gold grape grass hand hat hill horse house ice ink iron island jam
@@ -20,7 +20,9 @@ WORDS = """
     nut ocean onion owl paper park pear pen piano pig plate pond queen rain ring river road rock
     roof rope rose salt sand sea seed ship shoe silk snow soap sock spoon star stone sun table
     tent tiger train tree truck valley vase wall water wheel wind window wolf wood yard zebra
-""".split()
+"""
+
+NAMES, WORDS = _NAMES.split(), _WORDS.split()
 
 FACTS = {
     "capital": {

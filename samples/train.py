@@ -1,7 +1,7 @@
 """Trains tiny-ouro: the looped model's equations, its training stages and a dense evaluator.
 
-    python samples/train.py OUT --minutes 9          # on a GPU
-    python samples/train.py OUT --smoke              # seconds, on a CPU: does everything run?
+    python samples/train.py OUT             # on a GPU: minutes
+    python samples/train.py OUT --smoke     # on a CPU: does everything run?
 
 Ouro's two stages, the second in two rounds:
 
@@ -44,7 +44,7 @@ NEVER = 2.0  # an exit threshold no probability reaches
 SHORT, LONG = 48, 60  # tokens of a training row: lookups need the long ones
 ANSWER = 24  # tokens of the longest answer, its end included
 ENTROPY = 0.05
-EVAL_SEED, PROMPTS_SEED = 7, 11
+EVAL_SEED, CHOICE_SEED, PROMPTS_SEED = 7, 9, 11
 PROMPTS_COUNTS = (8, 7, 8, 5, 7, 7, 5, 6, 7)
 
 
@@ -149,17 +149,16 @@ class Ouro(nn.Module):
         nn.init.zeros_(self.model.early_exit_gate.bias)
 
     def forward(
-        self, ids: Tensor, start: Tensor, threshold: Tensor, given: Tensor, loops: int = LOOPS
-    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        self, ids: Tensor, start: Tensor, threshold: Tensor, loops: int = LOOPS
+    ) -> tuple[list[Tensor], Tensor]:
         """Run sequences whose prompts take every loop and whose answers may exit early.
 
         Args:
             ids: tokens [B, T]. start: prompt lengths [B]. threshold: exit thresholds [B].
-            given: exit depths [B, T] that take the gate's place where they are above 0.
 
         Returns:
-            Hidden states after the norm (loops of [B, T, E]) and gate logits (loops of [B, T]),
-            each an exited token's last ones, and the depths the tokens ran [B, T].
+            Hidden states after the norm of each loop [B, T, E], an exited token's last ones from
+            its exit on, and the depths that the tokens ran [B, T].
         """
         positions = torch.arange(ids.shape[1], device=ids.device)
         inverse = ROPE_THETA ** -(torch.arange(0, HEAD_DIM, 2, device=ids.device) / HEAD_DIM)
@@ -171,20 +170,19 @@ class Ouro(nn.Module):
         depth = torch.zeros_like(ids)
         last = [None] * len(self.model.layers)
         h = self.model.embed_tokens(ids)
-        hidden, gates = [], []
-        for loop in range(1, loops + 1):
+        hidden = []
+        for _ in range(loops):
             y = h
             for i, layer in enumerate(self.model.layers):
                 y, last[i] = self.run_layer(layer, y, rope, running, last[i])
             h = torch.where(running, self.model.norm(y), h)
-            gate = self.model.early_exit_gate(h).squeeze(-1).float()
             hidden.append(h)
-            gates.append(gate)
+            gate = self.model.early_exit_gate(h.detach()).squeeze(-1).float()
             depth = depth + running.squeeze(-1)
-            survival = survival * torch.sigmoid(-gate.detach())
-            leaves = torch.where(given > 0, loop >= given, 1 - survival >= threshold[:, None])
+            survival = survival * torch.sigmoid(-gate)
+            leaves = 1 - survival >= threshold[:, None]
             running = running & ~(leaves & may_exit)[..., None]
-        return hidden, gates, depth
+        return hidden, depth
 
 
 # Training data: [ids, start, length of the answer] of short and of long rows.
@@ -239,7 +237,7 @@ def answer_states(model: Ouro, ids, start, length, threshold):
 
     An exited token's last state stands in every later loop, so the last entry is its exit's.
     """
-    hidden, _, _ = model(ids, start, threshold, torch.zeros_like(ids))
+    hidden, _ = model(ids, start, threshold)
     offsets = torch.arange(ANSWER, device=ids.device)
     at = (start[:, None] - 1 + offsets).clamp(max=ids.shape[1] - 2)
     picked = [h.gather(1, at[..., None].expand(-1, -1, h.shape[-1])) for h in hidden]
@@ -286,19 +284,17 @@ def gate_loss(gates: Tensor, losses: Tensor, early: Tensor) -> Tensor:
 # Training
 
 
-class Schedule:
-    """Which stage runs, and how far it is, by the share of the minutes that are gone."""
+STAGES = (("depth", 0.78), ("gate", 0.84), ("settle", 0.95), ("gate", 1.0))  # until which share
 
-    STAGES = (("depth", 0.78), ("gate", 0.84), ("settle", 0.95), ("gate", 1.0))
 
-    def at(self, progress: float) -> tuple[int, str, float]:
-        """Index, name and progress within the stage."""
-        begin = 0.0
-        for index, (_, end) in enumerate(self.STAGES):
-            if progress < end:
-                break
-            begin = end if index + 1 < len(self.STAGES) else begin
-        return index, self.STAGES[index][0], min(1.0, (progress - begin) / (end - begin))
+def stage_at(progress: float) -> tuple[int, str, float]:
+    """Index and name of the stage at this share of all steps, and how far within it we are."""
+    begin = 0.0
+    for index, (name, end) in enumerate(STAGES):
+        if progress < end:
+            return index, name, (progress - begin) / (end - begin)
+        begin = end
+    raise ValueError(f"progress {progress} is not below 1")
 
 
 def learning_rate(stage: str, progress: float) -> float:
@@ -326,7 +322,7 @@ def optimizers(model: Ouro, stage: str, lr: float) -> list[torch.optim.Optimizer
 
 
 def train(model: Ouro, tokenizer: Tokenizer, args, device: torch.device) -> None:
-    """Run all stages on ``model`` within ``args.minutes`` (or ``args.steps``)."""
+    """Run all stages on ``model``, ``args.steps`` in all."""
     level = Value("d", 0.2)
     loader = torch.utils.data.DataLoader(
         Batches(tokenizer, args.rows, level), batch_size=None, num_workers=args.workers,
@@ -340,17 +336,11 @@ def train(model: Ouro, tokenizer: Tokenizer, args, device: torch.device) -> None
         model.run_layer = torch.compile(run_layer, dynamic=False)
         head = torch.compile(token_losses, dynamic=False)
     generator = torch.Generator(device).manual_seed(args.seed)
-    schedule, stage_index, step = Schedule(), -1, 0
+    stage_index = -1
     begun = logged = time.time()
-    for batch in loader:
-        if step == 20:
-            begun = time.time()  # compilation is not training
-        progress = step / args.steps if args.steps else (time.time() - begun) / 60 / args.minutes
-        if step < 20 and not args.steps:
-            progress = 0.0
-        if progress >= 1:
-            break
-        index, stage, within = schedule.at(progress)
+    for step, batch in zip(range(args.steps), loader, strict=False):
+        progress = step / args.steps
+        index, stage, within = stage_at(progress)
         if index != stage_index:
             stage_index = index
             optimizer = optimizers(model, stage, args.lr)
@@ -380,21 +370,20 @@ def train(model: Ouro, tokenizer: Tokenizer, args, device: torch.device) -> None
         for o in optimizer:
             o.step()
         model.zero_grad(set_to_none=True)
-        step += 1
-        if step % args.log_every == 0:
+        if (step + 1) % args.log_every == 0:
             now = time.time()
             print(
-                f"{stage} step {step} progress {progress:.3f} loss {total.item():.4f}"
+                f"{stage} step {step + 1} loss {total.item():.4f}"
                 f" {(now - logged) / args.log_every * 1e3:.1f} ms/step",
                 flush=True,
             )
             logged = now
-            if step % (20 * args.log_every) == 0:
+            if (step + 1) % (20 * args.log_every) == 0:
                 quick = tasks.held_out_records((24,) * len(tasks.TASKS), seed=5)
                 for loops in (1, 4):
                     result = evaluate(model, tokenizer, quick, device, loops=loops)
                     print(f"  loops {loops}: {result.line()}", flush=True)
-    print(f"trained {step} steps in {time.time() - begun:.0f} s", flush=True)
+    print(f"trained {args.steps} steps in {time.time() - begun:.0f} s", flush=True)
     model.run_layer = run_layer
 
 
@@ -435,9 +424,8 @@ def evaluate(
     *,
     threshold: float = NEVER,
     loops: int = LOOPS,
-    given: list[list[int]] | None = None,
 ) -> Report:
-    """Greedy answers under the adaptive semantics of decoding; ``given`` replays depths."""
+    """Greedy answers under the adaptive semantics of decoding."""
     chats = ["messages" in r for r in records]
     prompts = [
         tokenizer.encode(chat_prompt(r["messages"][0]["content"]) if chat else r["prompt"]).ids
@@ -446,12 +434,8 @@ def evaluate(
     start = torch.tensor([len(p) for p in prompts], device=device)
     width = int(start.max()) + tasks.MAX_TOKENS
     ids = torch.zeros(len(records), width, dtype=torch.long, device=device)
-    replay = torch.zeros_like(ids)
     for i, prompt in enumerate(prompts):
         ids[i, : len(prompt)] = torch.tensor(prompt)
-        if given:
-            row = torch.tensor(given[i][1:])
-            replay[i, len(prompt) : len(prompt) + len(row)] = row
     ends = torch.tensor([IM_END if chat else END_OF_TEXT for chat in chats], device=device)
     limit = torch.full((len(records),), threshold, device=device)
     done = torch.zeros(len(records), dtype=torch.bool, device=device)
@@ -461,7 +445,7 @@ def evaluate(
     for _ in range(tasks.MAX_TOKENS):
         at = start + count - 1
         used = int(at.max()) + 1
-        hidden, _, depth = model(ids[:, :used], start, limit, replay[:, :used], loops)
+        hidden, depth = model(ids[:, :used], start, limit, loops)
         token = model.lm_head(hidden[-1][rows, at.clamp(max=used - 1)]).argmax(-1)
         alive = ~done
         ids[rows[alive], (at + 1)[alive]] = token[alive]
@@ -477,24 +461,6 @@ def evaluate(
         correct.append(bool(done[i]) and tasks.is_correct(text, r["metadata"]["answer"]))
         depths.append([loops, *depth[i, begin : end - 1].tolist()])
     return Report(records, correct, depths)
-
-
-def shuffled(depths: list[list[int]], rng: random.Random) -> list[list[int]]:
-    """The decoded tokens' depths, shuffled among all tokens of all problems, for replay."""
-    pool = [d for row in depths for d in row[1:]]
-    mixed = rng.sample(pool, len(pool))
-    rows = []
-    for row in depths:
-        own = [mixed.pop() for _ in row[1:]]
-        extra = tasks.MAX_TOKENS - len(row)  # a wrong answer may run longer
-        rows.append([row[0], *own, *rng.choices(pool, k=extra)])
-    return rows
-
-
-def choose_threshold(reports: dict[float, Report], full: Report) -> float:
-    """The smallest threshold within half a point of full depth; 1 if there is none."""
-    good = [t for t, r in sorted(reports.items()) if r.accuracy >= full.accuracy - 0.005]
-    return good[0] if good else 1.0
 
 
 # Checkpoint
@@ -529,32 +495,20 @@ def write_jsonl(path: Path, records: list[dict]) -> None:
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
-def report(model: Ouro, tokenizer: Tokenizer, records: list[dict], device) -> float:
-    """Print the dense evaluator's tables; returns the chosen threshold."""
-    for loops in range(1, LOOPS + 1):
-        full = evaluate(model, tokenizer, records, device, loops=loops)
-        print(f"loops {loops}: {full.line()}", flush=True)
-    reports = {}
-    for threshold in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
-        reports[threshold] = evaluate(model, tokenizer, records, device, threshold=threshold)
-        print(f"threshold {threshold}: {reports[threshold].line()}", flush=True)
-    chosen = choose_threshold(reports, full)
-    rng = random.Random(0)
-    for threshold in {0.5, 0.2, chosen} - {1.0}:
-        for _ in range(2):
-            mixed = shuffled(reports[threshold].depths, rng)
-            line = evaluate(model, tokenizer, records, device, given=mixed).line()
-            print(f"shuffled {threshold}: {line}", flush=True)
-    print(f"chosen threshold {chosen}", flush=True)
-    return chosen
+def pick_threshold(model: Ouro, tokenizer: Tokenizer, records: list[dict], device) -> float:
+    """The smallest threshold within half a point of full depth on ``records``; 1 if none is."""
+    full = evaluate(model, tokenizer, records, device).accuracy
+    for threshold in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        if evaluate(model, tokenizer, records, device, threshold=threshold).accuracy > full - 0.005:
+            return threshold
+    return 1.0
 
 
 def main() -> None:
     """Train a model and write its folder, eval.jsonl and prompts.jsonl under OUT."""
     parser = argparse.ArgumentParser(description="Train tiny-ouro.")
     parser.add_argument("out", type=Path, help="folder to write into")
-    parser.add_argument("--minutes", type=float, default=9, help="training time, compilation aside")
-    parser.add_argument("--steps", type=int, default=0, help="steps in all, in place of minutes")
+    parser.add_argument("--steps", type=int, default=8000, help="steps of all stages together")
     parser.add_argument("--rows", type=int, default=512, help="short and long rows a step, each")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--inner", type=int, default=1024)
@@ -582,8 +536,13 @@ def main() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
-    save_checkpoint(model, tokenizer, args.out / "tiny-ouro", 1.0)
-    threshold = report(model, tokenizer, records, device)
+    for loops in range(1, LOOPS + 1):
+        line = evaluate(model, tokenizer, records, device, loops=loops).line()
+        print(f"loops {loops}: {line}", flush=True)
+    choice = tasks.held_out_records(counts, CHOICE_SEED)
+    threshold = pick_threshold(model, tokenizer, choice, device)
+    line = evaluate(model, tokenizer, records, device, threshold=threshold).line()
+    print(f"threshold {threshold}: {line}", flush=True)
     save_checkpoint(model, tokenizer, args.out / "tiny-ouro", threshold)
 
 
