@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ouro_batch import memory
-from ouro_batch.attention.reference import ReferenceAttention
 from ouro_batch.engine.engine import Engine
 from ouro_batch.engine.kv import BlockManager
 from ouro_batch.engine.request import Request
@@ -21,17 +20,29 @@ from ouro_batch.intake import Intake, Messages, TextSide, output_of
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.model.source import CheckpointSource, ModelSource
 from ouro_batch.options import (
-    ATTENTIONS,
     SCHEDULES,
     check_choice,
     check_positive,
+    resolve_attention,
     resolve_device,
     resolve_dtype,
 )
 from ouro_batch.params import RequestOutput, SamplingParams
-from ouro_batch.runner.eager import EagerRunner
+from ouro_batch.runner.base import Runner
 
 __all__ = ["LLM", "EngineSnapshot", "RequestOutput", "SamplingParams"]
+
+
+def make_runner(attention: str, model: Ouro, *, max_prefill_tokens: int, **options: Any) -> Runner:
+    """The runner that goes with ``attention``; each is imported only where it is used."""
+    if attention == "triton":
+        from ouro_batch.runner.triton import TritonRunner
+
+        return TritonRunner(model, max_prefill_tokens=max_prefill_tokens, **options)
+    from ouro_batch.attention.reference import ReferenceAttention
+    from ouro_batch.runner.eager import EagerRunner
+
+    return EagerRunner(model, ReferenceAttention(), **options)
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,8 @@ class LLM:
         revision: branch, tag or commit of a hub id; None is the pinned one or the default branch.
         device: "auto" (CUDA where there is one), "cpu", "cuda", "cuda:1".
         dtype: "auto" (FP32 on a CPU, the checkpoint's on a GPU), "float32", "bfloat16", "float16".
-        attention: "auto" or "torch" (the reference).
+        attention: "triton" (kernels and CUDA graphs), "torch" (the reference, any device), or
+            "auto": triton on a GPU.
         schedule: "refill" (a token that exits makes room for its successor in the next loop
             step), "no-refill" (running tokens wait for each other), "serial" (one request).
         loops: run the whole model with another ``total_ut_steps``, for prompt and output alike.
@@ -101,7 +113,6 @@ class LLM:
         if batch_invariant:
             raise EngineError("batch_invariant is not supported yet; leave it out")
         check_choice("schedule", schedule, SCHEDULES)
-        check_choice("attention", attention, ATTENTIONS)
         for name, value in [
             ("loops", loops),
             ("max_rows", max_rows),
@@ -113,6 +124,7 @@ class LLM:
             check_positive(name, value)
         self.seed = seed
         self.device = resolve_device(device)
+        self.attention = resolve_attention(attention, self.device)
         if isinstance(model, (str, Path)):
             model = CheckpointSource(str(model), revision)
         self.source = model
@@ -156,13 +168,14 @@ class LLM:
         )
         scheduler = Scheduler(self.blocks, rows=rows, max_batched_tokens=batched)
         try:
-            runner = EagerRunner(
+            runner = make_runner(
+                self.attention,
                 Ouro(self.config, weights),
-                ReferenceAttention(),
                 rows=rows,
                 blocks=blocks,
                 block_size=block_size,
                 max_model_len=self.max_model_len,
+                max_prefill_tokens=batched,
                 refill=schedule != "no-refill",
             )
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -340,7 +353,7 @@ class LLM:
             },
             "device": memory.device_name(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "attention": "torch",
+            "attention": self.attention,
             "schedule": self.schedule,
             "loops": self.config.loops,
             "max_rows": self.max_rows,

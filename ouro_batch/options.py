@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from ouro_batch.errors import EngineError
 
 SCHEDULES = ("refill", "no-refill", "serial")
-ATTENTIONS = ("auto", "torch")
+ATTENTIONS = ("auto", "torch", "triton")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,6 +39,24 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise EngineError(f"device {device!r} does not exist; {torch.cuda.device_count()} do")
     return resolved
+
+
+def resolve_attention(attention: str, device: torch.device) -> str:
+    """ "triton" on a GPU where Triton is installed, "torch" elsewhere."""
+    check_choice("attention", attention, ATTENTIONS)
+    on_gpu = device.type == "cuda"
+    installed = importlib.util.find_spec("triton") is not None
+    if attention == "auto":
+        return "triton" if on_gpu and installed else "torch"
+    if attention == "triton":
+        if not installed:
+            raise EngineError("attention 'triton' needs the triton package, which runs on Linux")
+        if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+            raise EngineError(
+                f"attention 'triton' runs on a GPU, not on {device}: use 'torch' (or set"
+                " TRITON_INTERPRET=1 to run the kernels in Triton's interpreter, very slowly)"
+            )
+    return attention
 
 
 def resolve_dtype(dtype: str, checkpoint: str, device: torch.device) -> torch.dtype:

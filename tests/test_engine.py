@@ -196,7 +196,7 @@ def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
     ("options", "message"),
     [
         ({"schedule": "fifo"}, "schedule must be one of refill, no-refill, serial"),
-        ({"attention": "triton"}, "attention must be one of"),
+        ({"attention": "flash"}, "attention must be one of auto, torch, triton"),
         ({"batch_invariant": True}, "batch_invariant is not supported yet"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"device": "cuda"}, "no CUDA device"),

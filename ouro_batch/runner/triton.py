@@ -176,6 +176,9 @@ class TritonRunner(Runner):
         self._prefill_space = Activations.allocate(model, max_prefill_tokens)
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._exit_count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._sampling_space = torch.empty(
+            sampling.workspace_size(rows), dtype=torch.int32, device=device
+        )
         self._results = torch.full((3 * rows + 1,), -1, dtype=torch.int32, device=device)
         self._table = self._results[:-1].view(3, rows)
         cos, sin = model.rope(torch.arange(max_model_len, device=device))
@@ -404,6 +407,7 @@ class TritonRunner(Runner):
             top_p=state.top_p,
             seed=state.seed,
             position=state.generated,
+            workspace=self._sampling_space,
         )
         step.emit_tokens(
             exit_rows=entries.exit_rows,

@@ -1,0 +1,1 @@
+"""The engine on a GPU; skipped with a reason where there is none."""

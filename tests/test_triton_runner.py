@@ -1,0 +1,49 @@
+"""The Triton runner's whole step on a CPU, under the interpreter, against the eager runner."""
+
+from __future__ import annotations
+
+import pytest
+
+from ouro_batch import LLM, SamplingParams
+
+from .conftest import load_oracle
+from .tiny import write_checkpoint
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [8, 8, 8, 8], [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]]
+PARAMS = [
+    SamplingParams(6, exit_threshold=0.5, ignore_eos=True),
+    SamplingParams(5, exit_threshold=0.6, temperature=0.9, top_k=9, top_p=0.8, seed=3),
+    SamplingParams(7, exit_depths=[3, 1, 2, 3, 1, 1, 3], ignore_eos=True),
+    SamplingParams(1),
+]
+
+
+@pytest.mark.parametrize("schedule", ["refill", "no-refill"])
+def test_same_tokens_and_depths_as_the_eager_runner(tmp_path, schedule):
+    folder = write_checkpoint(tmp_path)
+    results = []
+    for attention in ("torch", "triton"):
+        llm = LLM(
+            folder,
+            attention=attention,
+            schedule=schedule,
+            max_rows=3,
+            max_batched_tokens=9,
+            block_size=4,
+            max_model_len=32,
+        )
+        outputs = llm.generate(PROMPTS, PARAMS)
+        results.append([(o.token_ids, o.exit_depths, o.finish_reason) for o in outputs])
+        assert llm.blocks.in_use == 0
+    assert results[0] == results[1]
+
+
+def test_golden_cases():
+    """A live-gate case and one at fixed depth, side by side."""
+    oracle = load_oracle("mha-4loop")
+    cases = [oracle.cases[5] | {"max_tokens": 6}, oracle.cases[1] | {"max_tokens": 4}]
+    llm = LLM(oracle.folder, attention="triton", max_rows=2, max_model_len=64)
+    outputs = llm.generate([c["prompt"] for c in cases], [oracle.params(c) for c in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        assert output.token_ids == case["tokens"][: case["max_tokens"]]
+        assert output.exit_depths == case["exit_depths"][: case["max_tokens"]]
