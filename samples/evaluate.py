@@ -55,7 +55,7 @@ def run(llm: LLM, records: list[dict], params: list[SamplingParams]) -> Result:
 def at_threshold(
     llm: LLM, records: list[dict], threshold: float, max_loops: int | None = None
 ) -> Result:
-    """Answer ``records`` with the gate at ``threshold``; 1 is fixed depth, at most ``max_loops``."""
+    """Answer with the gate at ``threshold`` (1 is fixed depth), capped at ``max_loops``."""
     params = [
         SamplingParams(max_tokens=r["max_tokens"], exit_threshold=threshold, max_loops=max_loops)
         for r in records

@@ -82,7 +82,9 @@ TASKS = (
 )  # fmt: skip
 # How often training draws each task: lookups are the hardest to learn.
 TRAIN_WEIGHTS = (4, 4, 5, 3, 7, 8, 1.5, 2, 3)
-EVAL_COUNTS = (140, 130, 130, 70, 130, 130, 70, 80, 120)
+EVAL_COUNTS, EVAL_SEED = (140, 130, 130, 70, 130, 130, 70, 80, 120), 7
+CHOICE_SEED = 9  # the problems on which training chooses the exit threshold
+PROMPTS_COUNTS, PROMPTS_SEED = (8, 7, 8, 5, 7, 7, 5, 6, 7), 11
 
 HELD_OUT = 20  # one problem in so many belongs to evaluation and is never trained on
 MAX_TOKENS = 32

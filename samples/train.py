@@ -44,8 +44,6 @@ NEVER = 2.0  # an exit threshold no probability reaches
 SHORT, LONG = 48, 60  # tokens of a training row: lookups need the long ones
 ANSWER = 24  # tokens of the longest answer, its end included
 ENTROPY = 0.05
-EVAL_SEED, CHOICE_SEED, PROMPTS_SEED = 7, 9, 11
-PROMPTS_COUNTS = (8, 7, 8, 5, 7, 7, 5, 6, 7)
 
 
 # The model: names as in the released checkpoints. B sequences, T tokens, E hidden, D head dim.
@@ -527,9 +525,11 @@ def main() -> None:
     tokenizer = train_tokenizer()
     args.out.mkdir(parents=True, exist_ok=True)
     counts = (2,) * len(tasks.TASKS) if args.smoke else tasks.EVAL_COUNTS
-    records = tasks.held_out_records(counts, EVAL_SEED)
+    records = tasks.held_out_records(counts, tasks.EVAL_SEED)
     write_jsonl(args.out / "eval.jsonl", records)
-    write_jsonl(args.out / "prompts.jsonl", tasks.held_out_records(PROMPTS_COUNTS, PROMPTS_SEED))
+    write_jsonl(
+        args.out / "prompts.jsonl", tasks.held_out_records(tasks.PROMPTS_COUNTS, tasks.PROMPTS_SEED)
+    )
     model = Ouro(args.hidden, args.inner, args.layers).to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
     train(model, tokenizer, args, device)
@@ -539,7 +539,7 @@ def main() -> None:
     for loops in range(1, LOOPS + 1):
         line = evaluate(model, tokenizer, records, device, loops=loops).line()
         print(f"loops {loops}: {line}", flush=True)
-    choice = tasks.held_out_records(counts, CHOICE_SEED)
+    choice = tasks.held_out_records(counts, tasks.CHOICE_SEED)
     threshold = pick_threshold(model, tokenizer, choice, device)
     line = evaluate(model, tokenizer, records, device, threshold=threshold).line()
     print(f"threshold {threshold}: {line}", flush=True)
