@@ -82,7 +82,9 @@ class Job:
                         self._finish(output)
                 elif self._reader.ended:
                     break
-                self._progress.update(self.counts, self._llm.snapshot())
+                engine = self._llm.snapshot()
+                self.counts.sample(engine)
+                self._progress.update(self.counts, engine)
             return self.counts
         except BaseException:
             self._abort()

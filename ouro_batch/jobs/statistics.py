@@ -12,7 +12,48 @@ from typing import TYPE_CHECKING, Any
 from ouro_batch.params import RequestOutput
 
 if TYPE_CHECKING:
-    from ouro_batch.llm import LLM
+    from ouro_batch.llm import LLM, EngineSnapshot
+
+TIMELINE_SAMPLES = 256
+TIMELINE_INTERVAL_S = 0.1
+
+
+class Timeline:
+    """The course of a job in a bounded number of samples.
+
+    When they are full, every second one goes and the interval doubles. Counts are totals, so a
+    rate between any two samples is exact.
+    """
+
+    def __init__(self, limit: int = TIMELINE_SAMPLES, interval_s: float = TIMELINE_INTERVAL_S):
+        self.samples: list[dict[str, float]] = []
+        self._limit = limit
+        self._interval_s = interval_s
+        self._last: dict[str, float] = {"t_s": 0.0}
+
+    def observe(self, t_s: float, requests_done: int, engine: EngineSnapshot) -> None:
+        """Take the state ``t_s`` seconds after the start, unless it follows too soon."""
+        self._last = {
+            "t_s": round(t_s, 3),
+            "requests_done": requests_done,
+            "prompt_tokens": engine.prompt_tokens,
+            "completion_tokens": engine.completion_tokens,
+            "rows_in_use": engine.rows_in_use,
+            "waiting": engine.waiting,
+            "kv_blocks_in_use": engine.kv_blocks_in_use,
+        }
+        if self.samples and t_s - self.samples[-1]["t_s"] < self._interval_s:
+            return
+        self.samples.append(self._last)
+        if len(self.samples) >= self._limit:
+            del self.samples[1::2]
+            self._interval_s *= 2
+
+    def to_list(self) -> list[dict[str, float]]:
+        """The samples in order; the last is the end, however soon after the one before."""
+        if self.samples and self._last["t_s"] > self.samples[-1]["t_s"]:
+            return [*self.samples, self._last]
+        return list(self.samples)
 
 
 @dataclass
@@ -28,6 +69,7 @@ class JobCounts:
     errors: Counter[str] = field(default_factory=Counter)
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def done(self) -> int:
@@ -57,6 +99,10 @@ class JobCounts:
         self.failed += 1
         self.errors[kind] += 1
         self._tick()
+
+    def sample(self, engine: EngineSnapshot) -> None:
+        """Note where the job stands; called at every step, cheap."""
+        self.timeline.observe(time.perf_counter() - self.started, self.done, engine)
 
     def per_second(self, count: int) -> float:
         """A rate over the time from the start to the last finished record."""
@@ -100,5 +146,6 @@ def job_statistics(
             "mean": counts.mean_exit_depth,
             "histogram": {str(depth): n for depth, n in sorted(counts.exit_depths.items())},
         },
+        "timeline": counts.timeline.to_list(),
         "engine": llm.statistics(),
     }
