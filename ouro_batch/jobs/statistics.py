@@ -29,7 +29,7 @@ class Timeline:
         self.samples: list[dict[str, float]] = []
         self._limit = limit
         self._interval_s = interval_s
-        self._last: dict[str, float] = {"t_s": 0.0}
+        self._last: dict[str, float] = {}
 
     def observe(self, t_s: float, requests_done: int, engine: EngineSnapshot) -> None:
         """Take the state ``t_s`` seconds after the start, unless it follows too soon."""
@@ -51,9 +51,9 @@ class Timeline:
 
     def to_list(self) -> list[dict[str, float]]:
         """The samples in order; the last is the end, however soon after the one before."""
-        if self.samples and self._last["t_s"] > self.samples[-1]["t_s"]:
-            return [*self.samples, self._last]
-        return list(self.samples)
+        if not self.samples or self._last is self.samples[-1]:
+            return list(self.samples)
+        return [*self.samples, self._last]
 
 
 @dataclass
