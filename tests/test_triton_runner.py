@@ -47,3 +47,14 @@ def test_golden_cases():
     for case, output in zip(cases, outputs, strict=True):
         assert output.token_ids == case["tokens"][: case["max_tokens"]]
         assert output.exit_depths == case["exit_depths"][: case["max_tokens"]]
+
+
+def test_skinny_products_in_sixteen_bit(tmp_path):
+    """FP16 takes the kernels' own matrix products; greedy tokens of wide margin agree with torch."""
+    folder = write_checkpoint(tmp_path, torch_dtype="float16", hidden_size=64, head_dim=16)
+    results = []
+    for attention in ("torch", "triton"):
+        llm = LLM(folder, attention=attention, dtype="float16", max_rows=2, max_model_len=32)
+        outputs = llm.generate(PROMPTS[:2], SamplingParams(4, exit_depths=[3, 1, 2, 3]))
+        results.append([o.token_ids for o in outputs])
+    assert results[0] == results[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ouro_batch.attention.base import KVCache, PrefillSegment
 from ouro_batch.attention.triton import TritonAttention
-from ouro_batch.kernels import mlp, norm, rope, sampling, step
+from ouro_batch.kernels import norm, rope, sampling, step
 from ouro_batch.memory import upload
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.runner.base import (
@@ -31,6 +31,9 @@ from ouro_batch.runner.base import (
 from ouro_batch.runner.graphs import StepGraphs
 from ouro_batch.runner.projections import Projections
 from ouro_batch.runner.state import RowState
+
+# Rows up to which the time of a product is that of reading its weights.
+SKINNY_ROWS = 64
 
 # (layer, queries [T, H, D], out [T, H, D]), after the layer's keys and values were stored.
 Attend = Callable[[int, Tensor, Tensor], None]
@@ -170,7 +173,9 @@ class TritonRunner(Runner):
         self.attention = TritonAttention(
             config, model.dtype, device, entries=rows, slots=blocks * block_size
         )
-        self.projections = Projections(model.weights)
+        # FP32 has no matrix instruction that a kernel of ours could feed better than the library.
+        sixteen_bit = model.dtype.itemsize == 2
+        self.projections = Projections(model.weights, SKINNY_ROWS if sixteen_bit else 0)
         self._entries = Entries.allocate(model, rows)
         self._decode_space = Activations.allocate(model, rows)
         self._prefill_space = Activations.allocate(model, max_prefill_tokens)
@@ -377,21 +382,13 @@ class TritonRunner(Runner):
                 self._cos_sin,
             )
             attend(index, space.queries, space.attended)
-            self.projections.o(index, space.attended.flatten(1), space.projected)
+            update = self.projections.o(index, space.attended.flatten(1), space.projected)
             norm.add_rms_norm(
-                space.hidden,
-                space.projected,
-                layer.input_norm_2,
-                space.normed,
-                layer.post_norm,
-                eps,
+                space.hidden, update, layer.input_norm_2, space.normed, layer.post_norm, eps
             )
-            self.projections.gate_up(index, space.normed, space.gate_up)
-            mlp.silu_mul(space.mlp, space.gate_up)
-            self.projections.down(index, space.mlp, space.projected)
-            norm.add_rms_norm(
-                space.hidden, space.projected, layer.post_norm_2, space.normed, next_norm, eps
-            )
+            self.projections.mlp(index, space.normed, space.gate_up, space.mlp)
+            update = self.projections.down(index, space.mlp, space.projected)
+            norm.add_rms_norm(space.hidden, update, layer.post_norm_2, space.normed, next_norm, eps)
 
     def _emit(self, entries: Entries) -> None:
         """Logits and a sampled token for every row that exits or ends its prompt."""
