@@ -16,10 +16,10 @@ BF16 and FP16 choices for up to 64 rows; all not measured yet:
 | N, K | column tile | K tile | split | programs | stages, at most | for |
 |---|---|---|---|---|---|---|
 | 6144, 2048 | 64 | 128 | 2 | 192 | 5 | QKV: 128 kB a program, 80 kB of it in flight |
-| 2048, 2048 | 64 | 128 | 4 | 128 | 4 | output: all 64 kB of a program in flight |
-| 2 x 5632, 2048 (gated) | 2 x 64 | 64 | 3 | 264 | 4 | gate/up: two even waves of 132 |
+| 2048, 2048 | 64 | 128 | 4 | 128 | 5 | output: all 64 kB of a program in flight |
+| 2 x 5632, 2048 (gated) | 2 x 64 | 64 | 3 | 264 | 6 | gate/up: two even waves of 132 |
 | 11264, 2048 | 64 | 128 | 1 | 176 | 6 | gate/up without the SiLU |
-| 2048, 5632 | 64 | 128 | 8 | 256 | 4 | down: 5 or 6 K tiles a program |
+| 2048, 5632 | 64 | 128 | 8 | 256 | 5 | down: 5 or 6 K tiles a program |
 | 49152, 2048 | 128 | 64 | 1 | 384 | 5 | lm_head |
 | others | 64 | 128 | about 264 programs, 8 at most | | 4 | 2.6B has 1.4B's widths |
 
@@ -55,10 +55,10 @@ class Tiles:
 # (N, K, gated) of 16-bit weights, N being the columns of ``out``.
 _TILES = {
     (6144, 2048, False): Tiles(128, 2, stages=5),
-    (2048, 2048, False): Tiles(128, 4, stages=4),
-    (5632, 2048, True): Tiles(64, 3, stages=4),
+    (2048, 2048, False): Tiles(128, 4, stages=5),
+    (5632, 2048, True): Tiles(64, 3, stages=6),
     (11264, 2048, False): Tiles(128, 1, stages=6),
-    (2048, 5632, False): Tiles(128, 8, stages=4),
+    (2048, 5632, False): Tiles(128, 8, stages=5),
     (49152, 2048, False): Tiles(64, 1, block_n=128, stages=5),
 }
 
