@@ -32,7 +32,7 @@ belong to a model, not to a batch; the others never change a bit.
 | tile | 8 KiB of keys, 16 to 128 positions: 32 for BF16, D 128 (``decode_tile``) | not measured |
 | num_warps | 4 | not measured |
 | num_stages | 1 with one query head a key/value head, 3 with several | not measured |
-| programs | 16 a multiprocessor, or what the list can use (``decode_programs``) | not measured |
+| programs | 4 a multiprocessor up to 16 entries, then 16 (``decode_programs``) | not measured |
 | fused_merge | off: a second kernel merges | not measured |
 
 Compiled for sm_90 with Triton 3.6.0, 32 positions of D = 128 in BF16 take 128 registers a thread
@@ -108,12 +108,17 @@ def decode_tile(head_dim: int, dtype: torch.dtype) -> int:
     return max(16, min(128, 8192 // row_bytes))
 
 
-def decode_programs(work: DecodeWork, device: torch.device) -> int:
-    """Programs that walk the list: enough for the hardware to balance, few enough to be idle."""
+def decode_programs(work: DecodeWork, entries: int, device: torch.device) -> int:
+    """Programs that walk the list, no more than it has units for.
+
+    Few entries: as many as run at once, for each of the others only costs its start. Many: some
+    times that, for the hardware to balance.
+    """
     units = work.items.shape[0] * work.arrivals.shape[1]
     if device.type != "cuda":
         return min(units, 8)
-    return min(units, 16 * torch.cuda.get_device_properties(device).multi_processor_count)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(units, processors * (4 if entries <= 16 else 16))
 
 
 def build_decode_work(
@@ -208,7 +213,7 @@ def decode_attention(
     if scale is None:
         scale = head_dim**-0.5
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(programs or decode_programs(work, queries.device),)](
+    _decode_kernel[(programs or decode_programs(work, entries, queries.device),)](
         out,
         queries,
         keys,
