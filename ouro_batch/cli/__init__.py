@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ouro_batch import __version__
+from ouro_batch.cli.report import report
 from ouro_batch.cli.run import run
 from ouro_batch.jobs.batch import ExitStatus
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)
+app.command()(report)
 
 
 def _version(asked: bool) -> None:

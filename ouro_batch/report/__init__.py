@@ -1,0 +1,1 @@
+"""What came back from jobs: numbers out of their records, for the terminal and as one page."""

@@ -1,0 +1,32 @@
+"""Colours of exit depths on the page, light and dark, with ink that can be read on them."""
+
+from __future__ import annotations
+
+from ouro_batch.jobs.preview import depth_colour
+
+Colour = tuple[int, int, int]
+NIGHT: Colour = (16, 20, 26)
+DARK_SHARE = 0.34  # of the colour in a token's background in the dark
+
+
+def depth_css(loops: int) -> str:
+    """Rules for ``.d1`` to ``.d<loops>``: ``--c`` is the colour, ``--b`` a token's background."""
+    rules, dark = [], []
+    for depth in range(1, loops + 1):
+        colour = depth_colour(depth, loops)
+        rules.append(f'.d{depth}{{--c:{colour};--b:{colour};--n:"{depth}"}}')
+        dark.append(f".d{depth}{{--b:{as_hex(night(colour))}}}")
+    return "".join(rules) + "@media (prefers-color-scheme:dark){" + "".join(dark) + "}"
+
+
+def night(colour: str) -> Colour:
+    """A colour's background in the dark."""
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    mixed = (
+        round(c * DARK_SHARE + n * (1 - DARK_SHARE)) for c, n in zip(parts, NIGHT, strict=True)
+    )
+    return tuple(mixed)  # type: ignore[return-value]
+
+
+def as_hex(colour: Colour) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour)
