@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ouro_batch.jobs.errors import UsageError
 from ouro_batch.report.answers import Pieces, cut, find_prompts, find_tokenizer
 from ouro_batch.report.compare import Comparison, compare
-from ouro_batch.report.source import Output, Row
+from ouro_batch.report.source import STDIN, Output, Row
 from ouro_batch.report.tally import Joinable, Tally, quantile
 
 
@@ -63,6 +64,8 @@ def build_report(names: Sequence[str], *, answers: int = 0, model: str | None = 
         FileError: reading failed on the way.
         ModelError: ``model`` cannot be had.
     """
+    if list(names).count(STDIN) > 1:
+        raise UsageError("standard input (-) can be read only once")
     outputs = [Output(name) for name in names]
     named = find_tokenizer(model, None, download=True) if model is not None else None
     runs, joinables = [], []

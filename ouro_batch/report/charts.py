@@ -18,7 +18,8 @@ def stacked(columns: Sequence[Sequence[float]], titles: Sequence[str], label: st
             tall = HEIGHT * value / total if total else 0.0
             if value:
                 rects.append(
-                    f'<rect class="d{depth}" x="{place}" y="{top:.2f}" width="1" height="{tall:.2f}"/>'
+                    f'<rect class="d{depth}" x="{place}" y="{top:.2f}" width="1"'
+                    f' height="{tall:.2f}"/>'
                 )
             top += tall
         parts.append(f"<g><title>{escape(title)}</title>{''.join(rects)}</g>")

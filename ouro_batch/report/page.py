@@ -113,6 +113,7 @@ def _tiles(numbers: dict[str, Any]) -> str:
     bad = ' class="bad"' if requests["failed"] else ""
     saved = depth["loops_saved"]
     seconds = numbers["seconds"]
+    took = "time not known" if seconds is None else f"in {text.seconds(seconds)}"
     tiles = [
         ("answered", text.count(requests["ok"]), f"<small{bad}>{failed}</small>"),
         (
@@ -133,7 +134,7 @@ def _tiles(numbers: dict[str, Any]) -> str:
         (
             "tokens per second",
             text.count(numbers["tokens_per_second"]),
-            f"<small>{'time not known' if seconds is None else 'in ' + text.seconds(seconds)}</small>",
+            f"<small>{took}</small>",
         ),
     ]
     cells = "".join(f"<div><dt>{n}</dt><dd>{value}{more}</dd></div>" for n, value, more in tiles)
@@ -178,8 +179,8 @@ def _side_by_side(report: Report) -> str:
     )
     return (
         '<section id="runs"><h2>Side by side</h2><div class="scroll card" tabindex="0"'
-        f' role="region" aria-label="Runs side by side"><table class="beside"><thead><tr><td></td>{head}'
-        f"</tr></thead><tbody>{body}</tbody></table></div></section>"
+        ' role="region" aria-label="Runs side by side"><table class="beside">'
+        f"<thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
 
@@ -202,8 +203,8 @@ def _policy(css: str, script: str) -> str:
     """Runs this page's own script alone, and loads nothing from anywhere."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
-        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}';"
-        " base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline';"
+        f" script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     )
 
 

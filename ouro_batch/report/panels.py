@@ -133,7 +133,7 @@ def _lengths(name: str, lengths: dict[str, Any]) -> str:
 def error_panel(run: RunReport) -> str:
     numbers = run.numbers
     ends = "".join(
-        f"<tr><td>{escape(text.one_line(reason))}</td><td>{n:,}</td>"
+        f'<tr><td class="name">{escape(text.one_line(reason, 60))}</td><td>{n:,}</td>'
         f"<td>{text.share(n, numbers['requests']['ok'])}</td></tr>"
         for reason, n in numbers["requests"]["finish_reasons"].items()
     )
@@ -146,15 +146,16 @@ def error_panel(run: RunReport) -> str:
     if not numbers["errors"]:
         return card(run, f'{reasons}<p class="soft">No record failed.</p>')
     rows = "".join(
-        f'<tr><td class="bad"><code>{escape(text.one_line(error["type"]))}</code></td>'
+        f'<tr><td class="name bad"><code>{escape(text.one_line(error["type"], 60))}</code></td>'
         f'<td>{error["count"]:,}</td><td class="text">{_example(error["first"])}</td></tr>'
         for error in numbers["errors"]
     )
     return card(
         run,
-        f'{reasons}<div class="scroll" tabindex="0" role="region" aria-label="Errors by kind"><table>'
-        '<thead><tr><th scope="col">errors</th><th scope="col">records</th>'
-        f'<th scope="col" class="text">the first</th></tr></thead><tbody>{rows}</tbody></table></div>',
+        f'{reasons}<div class="scroll" tabindex="0" role="region" aria-label="Errors by kind">'
+        '<table><thead><tr><th scope="col">errors</th><th scope="col">records</th>'
+        f'<th scope="col" class="text">the first</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>",
     )
 
 

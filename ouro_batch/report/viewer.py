@@ -7,6 +7,7 @@ from html import escape
 
 from ouro_batch.report import text
 from ouro_batch.report.build import Answer, Report, RunReport
+from ouro_batch.report.source import Row
 
 MAX_TOKENS = 2000  # of one answer
 MAX_PROMPT = 4000  # characters
@@ -47,7 +48,7 @@ def viewer(report: Report) -> Iterator[str]:
 def _words(depth: int, loops: int) -> str:
     if loops == 1:
         return "the only loop"
-    return {1: "left after one loop", loops: f"ran all {loops}"}.get(depth, "")
+    return f"ran all {loops}" if depth == loops else f"left after {depth}"
 
 
 def _together(runs: list[RunReport]) -> list[tuple[Key, list[tuple[str, Answer]]]]:
@@ -73,24 +74,30 @@ def _answer(
         more = "…" if len(prompt) > MAX_PROMPT else ""
         shown = escape(text.visible(prompt[:MAX_PROMPT]))
         question = f'<p class="q" dir="auto">{shown}{more}</p>'
+    # A single run's facts fit into the heading.
+    facts = "" if labelled else f'<span class="meta facts">{_facts(rows[0])}</span>'
     parts = "".join(_given(label if labelled else "", answer) for label, answer in given)
     return (
         f'<article class="card answer" data-depth="{max(means, default=0):.4f}"'
         f' data-tokens="{max(len(row.depths) for row in rows)}"{differ}>'
-        f'<h3>{name}<span class="meta">{number}</span></h3>{question}{parts}</article>\n'
+        f'<h3>{name}<span class="meta">{number}</span>{facts}</h3>{question}{parts}</article>\n'
     )
 
 
 def _given(label: str, answer: Answer) -> str:
-    row = answer.row
-    facts = [f"{len(row.depths):,} tokens", text.one_line(row.finish_reason)]
+    about = ""
+    if label:
+        about = f'<p class="meta"><span class="tag">{label}</span> {_facts(answer.row)}</p>'
+    return f'<div class="given">{about}{_text(answer)}</div>'
+
+
+def _facts(row: Row) -> str:
+    facts = [f"{len(row.depths):,} tokens", f"ended by {text.one_line(row.finish_reason)}"]
     if row.mean_depth is not None:
         facts.insert(0, f"mean depth {row.mean_depth:.2f}")
     if row.seconds is not None:
         facts.append(text.seconds(row.seconds[3]))
-    tag = f'<span class="tag">{label}</span> ' if label else ""
-    about = f'<p class="meta">{tag}{escape(", ".join(facts))}</p>'
-    return f'<div class="given">{about}{_text(answer)}</div>'
+    return escape(", ".join(facts))
 
 
 def _text(answer: Answer) -> str:
@@ -99,7 +106,7 @@ def _text(answer: Answer) -> str:
     more = f'<p class="meta">and {left:,} more tokens</p>' if left > 0 else ""
     if answer.pieces is not None:
         tokens = "".join(
-            _token(place, piece, depth)
+            _token(place, piece, depth, last=place == len(row.depths) - 1)
             for place, (piece, depth) in enumerate(answer.pieces[:MAX_TOKENS])
         )
         return f'<p class="tokens" dir="auto">{tokens}</p>{more}'
@@ -112,13 +119,13 @@ def _text(answer: Answer) -> str:
     return f'<p class="plain" dir="auto">{shown}</p><div class="strip">{blocks}</div>{more}'
 
 
-def _token(place: int, piece: str, depth: int) -> str:
+def _token(place: int, piece: str, depth: int, *, last: bool) -> str:
     kinds = [f"d{depth}"]
     if not place:
         kinds.append("p")
     if not piece:
         kinds.append("e")
-        piece = "∅"  # an end token, or a part of a character
+        piece = "end" if last else "·"  # no text: an end token, or a part of a character
     elif "\n" in piece:
         kinds.append("n")
     shown = escape(text.visible(piece))
