@@ -142,46 +142,45 @@ def _tiles(numbers: dict[str, Any]) -> str:
 
 
 def _side_by_side(report: Report) -> str:
-    runs = report.runs
-    rows: list[tuple[str, list[str]]] = [
-        ("output", [_safe(run.output.name) for run in runs]),
-        ("run", [_safe(", ".join(run_facts(run.numbers))) for run in runs]),
-        ("answered", [text.count(run.numbers["requests"]["ok"]) for run in runs]),
-        ("failed", [text.count(run.numbers["requests"]["failed"]) for run in runs]),
-        ("mean exit depth", [text.depth(run.numbers["exit_depth"]["mean"]) for run in runs]),
-        ("tokens generated", [text.count(run.numbers["tokens"]["completion"]) for run in runs]),
-        ("tokens per second", [text.count(run.numbers["tokens_per_second"]) for run in runs]),
-        ("seconds", [text.seconds(run.numbers["seconds"]) for run in runs]),
-        ("median latency", [text.seconds(run.numbers["latency_s"]["median"]) for run in runs]),
-    ]
-    joined = report.comparisons
+    runs, joined = report.runs, report.comparisons
+    numbers = [run.numbers for run in runs]
     first = runs[0].label
-    rows += [
+    depths = [_change(c.mean_depth, "{:+.2f}") for c in joined]
+    tokens = [_change(c.tokens, "{:+,}") for c in joined]
+    rows = [
+        ("answered", [text.count(n["requests"]["ok"]) for n in numbers]),
+        ("failed", [text.count(n["requests"]["failed"]) for n in numbers]),
+        ("mean exit depth", [text.depth(n["exit_depth"]["mean"]) for n in numbers]),
+        ("tokens generated", [text.count(n["tokens"]["completion"]) for n in numbers]),
+        ("tokens per second", [text.count(n["tokens_per_second"]) for n in numbers]),
+        ("time", [text.seconds(n["seconds"]) for n in numbers]),
+        ("median latency", [text.seconds(n["latency_s"]["median"]) for n in numbers]),
         (f"prompts shared with {first}", ["", *(text.count(c.joined) for c in joined)]),
-        (f"same text as {first}", ["", *(text.share(c.same_text, c.joined) for c in joined)]),
-        (
-            f"mean depth there, {first} → this",
-            ["", *(" → ".join(map(text.depth, c.mean_depth)) for c in joined)],
-        ),
-        (
-            f"tokens there, {first} → this",
-            ["", *(" → ".join(map(text.count, c.tokens)) for c in joined)],
-        ),
+        ("of them with the same text", ["", *(text.share(c.same_text, c.joined) for c in joined)]),
+        (f"mean depth there, against {first}", ["", *depths]),
+        (f"tokens there, against {first}", ["", *tokens]),
     ]
     head = "".join(f'<th scope="col">{_tag(run)}</th>' for run in runs)
     body = "".join(
-        f'<tr><th scope="row">{name}</th>'
-        + "".join(
-            f'<td class="{"wrap" if name in ("output", "run") else ""}">{v}</td>' for v in cells
-        )
-        + "</tr>"
+        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value}</td>" for value in cells)}</tr>'
         for name, cells in rows
     )
-    return (
-        '<section id="runs"><h2>Side by side</h2><div class="scroll card" tabindex="0"'
-        ' role="region" aria-label="Runs side by side"><table class="beside">'
-        f"<thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+    names = "".join(
+        f'<li>{_tag(run)} {_safe(run.output.name)} <span class="soft">'
+        f"{_safe(', '.join(run_facts(run.numbers)))}</span></li>"
+        for run in runs
     )
+    return (
+        f'<section id="runs"><h2>Side by side</h2><ul class="names">{names}</ul>'
+        '<div class="scroll card" tabindex="0" role="region" aria-label="Runs side by side">'
+        f'<table class="beside"><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody>'
+        "</table></div></section>"
+    )
+
+
+def _change(values: tuple[float | None, float | None], words: str) -> str:
+    first, other = values
+    return "–" if first is None or other is None else words.format(other - first).replace("-", "−")
 
 
 def _section(

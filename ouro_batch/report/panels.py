@@ -69,9 +69,9 @@ def time_panel(run: RunReport) -> str:
     def rate(name: str) -> list[float]:
         return [(b[name] - a[name]) / (b["t_s"] - a["t_s"]) for a, b in pairs]
 
-    def plot(words: str, unit: str, values: list[float], top: float, low: bool) -> str:
+    def plot(words: str, unit: str, values: list[float], top: float) -> str:
         titles = [f"{w}: {v:,.0f} {unit}" for w, v in zip(when, values, strict=True)]
-        return figure(words, charts.steps(edges, values, top, titles, unit), axis, low=low)
+        return figure(words, charts.steps(edges, values, top, titles, unit), axis)
 
     decode, prompt = rate("completion_tokens"), rate("prompt_tokens")
     rows = [b["rows_in_use"] for _, b in pairs]
@@ -84,23 +84,16 @@ def time_panel(run: RunReport) -> str:
             "tokens per second",
             decode,
             max(decode),
-            False,
         )
-        + plot(
-            f"<b>Rows in use</b> up to {max(rows):,.0f} of {most:,}",
-            "rows in use",
-            rows,
-            most,
-            False,
-        )
+        + plot(f"<b>Rows in use</b> up to {max(rows):,.0f} of {most:,}", "rows in use", rows, most)
         + plot(
             f"<b>Prompt tokens per second</b> up to {max(prompt):,.0f}",
             "prompt tokens per second",
             prompt,
             max(prompt),
-            True,
         )
-        + plot(f"<b>Requests done</b> {max(done):,.0f}", "requests done", done, max(done), True),
+        + plot(f"<b>Requests done</b> {max(done):,.0f}", "requests done", done, max(done)),
+        "figures",
     )
 
 
@@ -109,6 +102,7 @@ def length_panel(run: RunReport) -> str:
     return card(
         run,
         _lengths("Prompts", lengths["prompt"]) + _lengths("Answers", lengths["completion"]),
+        "figures",
     )
 
 
@@ -116,6 +110,8 @@ def _lengths(name: str, lengths: dict[str, Any]) -> str:
     bins = lengths["bins"]
     if not bins:
         return f"<p>{name}: none.</p>"
+    if lengths["min"] == lengths["max"]:
+        return f"<p><b>{name}</b> All have {lengths['max']:,}.</p>"
     first, width, counts = bins["first"], bins["width"], bins["counts"]
     starts = [first + place * width for place in range(len(counts))]
     titles = [
@@ -173,13 +169,13 @@ def slow_panel(run: RunReport) -> str:
     latency = run.numbers["latency_s"]
     rows = "".join(
         f'<tr><td class="name">{escape(text.one_line(slow["id"], 60))}</td>'
-        f"<td><b>{text.seconds(slow['total_s'])}</b></td><td>{_split(slow)}</td>"
+        f"<td><b>{text.seconds(slow['total_s'])}</b></td><td class="bars">{_split(slow, slowest[0])}</td>"
         + "".join(f"<td>{text.seconds(slow[n])}</td>" for n in ("queue_s", "prefill_s", "decode_s"))
         + f"<td>{slow['tokens']:,}</td><td>{text.depth(slow['mean_exit_depth'])}</td></tr>"
         for slow in slowest
     )
     head = "".join(
-        f'<th scope="col">{name}</th>'
+        f'<th scope="col"{"" if name else " class=bars"}>{name}</th>'
         for name in ("id", "total", "", "queue", "prefill", "decode", "tokens", "mean depth")
     )
     return card(
@@ -191,18 +187,20 @@ def slow_panel(run: RunReport) -> str:
     )
 
 
-def _split(slow: dict[str, Any]) -> str:
+def _split(slow: dict[str, Any], slowest: dict[str, Any]) -> str:
+    """A bar as long as the request took beside the slowest, divided into its times."""
+    whole = slowest["total_s"] or 1.0
     parts = zip("qfd", ("queue_s", "prefill_s", "decode_s"), strict=True)
-    bars = "".join(f'<i class="{kind}" style="flex:{slow[name]:.6f}"></i>' for kind, name in parts)
+    bars = "".join(f'<i class="{kind}" style="flex:{slow[name] / whole:.4f}"></i>' for kind, name in parts)
     return f'<span class="split" aria-hidden="true">{bars}</span>'
 
 
-def card(run: RunReport, content: str) -> str:
+def card(run: RunReport, content: str, kind: str = "") -> str:
     """A panel; its run's label and output stand on top where there are several."""
     name = escape(text.visible(run.output.name))
     return (
         f'<article class="card"><h3 class="of"><span class="tag">{run.label}</span> {name}</h3>'
-        f"{content}</article>"
+        f'<div class="{kind}">{content}</div></article>'
     )
 
 

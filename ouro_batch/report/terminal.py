@@ -73,7 +73,8 @@ def _numbers(numbers: dict[str, Any]) -> list[tuple[str, Text]]:
     requests, tokens = numbers["requests"], numbers["tokens"]
     answered = Text(f"{requests['ok']:,} answered", "bold green")
     if requests["failed"]:
-        answered.append(f", {requests['failed']:,} failed", "bold red")
+        answered.append(", ", "not bold default")
+        answered.append(f"{requests['failed']:,} failed", "bold red")
     if requests["finish_reasons"]:
         reasons = (f"{text.one_line(r)} {n:,}" for r, n in requests["finish_reasons"].items())
         answered.append(f"  ended by {', '.join(reasons)}", "not bold default")
@@ -178,13 +179,14 @@ def _course(numbers: dict[str, Any], width: int) -> Table:
     totals = [_at(samples, "completion_tokens", time) for time in times]
     cell_s = (end - start) / width or 1.0
     rates = [max(b - a, 0) / cell_s for a, b in itertools.pairwise(totals)]
-    rows = [_at(samples, "rows_in_use", time) for time in times[1:]]
+    rows = [next(s for s in samples if s["t_s"] >= time)["rows_in_use"] for time in times[1:]]
     most = numbers["max_rows"] or max(rows)
     grid.add_row(
         Text("tokens/s", "dim"),
         Text(line_of(rates, max(rates)), "cyan"),
         f"up to {max(rates):,.0f}",
     )
+    grid.add_row("", "", "")
     grid.add_row(
         Text("rows in use", "dim"),
         Text(line_of(rows, most), "cyan"),
@@ -198,7 +200,7 @@ def _course(numbers: dict[str, Any], width: int) -> Table:
 
 
 def _at(samples: list[dict[str, float]], name: str, time: float) -> float:
-    """A quantity at a time, between samples on the straight line."""
+    """A total at a time, between samples on the straight line."""
     before = samples[0]
     for sample in samples:
         if sample["t_s"] >= time:

@@ -54,9 +54,11 @@ def share(part: float, whole: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """``12 ms``, ``4.2 s``, ``1:05``, ``2:03:04``."""
+    """``0 s``, ``12 ms``, ``4.2 s``, ``1:05``, ``2:03:04``."""
     if value is None:
         return "–"
+    if value == 0:
+        return "0 s"
     if value < 0.9995:
         return f"{1000 * value:.0f} ms"
     if value < 9.95:

@@ -14,7 +14,7 @@ MAX_PROMPT = 4000  # characters
 Key = tuple[int, int]  # index and sample
 
 _TOOLS = """<div class="tools" id="tools" hidden>
-<input type="search" id="search" placeholder="Search ids, prompts and answers" aria-label="Search">
+<input type="search" id="search" placeholder="Search" aria-label="Search ids, prompts and answers">
 <select id="order" aria-label="Order"><option value="input">in input order</option>
 <option value="deep">deepest first</option><option value="shallow">shallowest first</option>
 <option value="long">longest first</option></select>
@@ -80,7 +80,8 @@ def _answer(
     return (
         f'<article class="card answer" data-depth="{max(means, default=0):.4f}"'
         f' data-tokens="{max(len(row.depths) for row in rows)}"{differ}>'
-        f'<h3>{name}<span class="meta">{number}</span>{facts}</h3>{question}{parts}</article>\n'
+        f'<h3>{name}<span class="meta">{number}</span>{facts}</h3>{question}'
+        f'<div class="all">{parts}</div></article>\n'
     )
 
 
