@@ -169,7 +169,8 @@ def slow_panel(run: RunReport) -> str:
     latency = run.numbers["latency_s"]
     rows = "".join(
         f'<tr><td class="name">{escape(text.one_line(slow["id"], 60))}</td>'
-        f"<td><b>{text.seconds(slow['total_s'])}</b></td><td class="bars">{_split(slow, slowest[0])}</td>"
+        f"<td><b>{text.seconds(slow['total_s'])}</b></td>"
+        f'<td class="bars">{_split(slow, slowest[0])}</td>'
         + "".join(f"<td>{text.seconds(slow[n])}</td>" for n in ("queue_s", "prefill_s", "decode_s"))
         + f"<td>{slow['tokens']:,}</td><td>{text.depth(slow['mean_exit_depth'])}</td></tr>"
         for slow in slowest
@@ -191,7 +192,9 @@ def _split(slow: dict[str, Any], slowest: dict[str, Any]) -> str:
     """A bar as long as the request took beside the slowest, divided into its times."""
     whole = slowest["total_s"] or 1.0
     parts = zip("qfd", ("queue_s", "prefill_s", "decode_s"), strict=True)
-    bars = "".join(f'<i class="{kind}" style="flex:{slow[name] / whole:.4f}"></i>' for kind, name in parts)
+    bars = "".join(
+        f'<i class="{kind}" style="flex:{slow[name] / whole:.4f}"></i>' for kind, name in parts
+    )
     return f'<span class="split" aria-hidden="true">{bars}</span>'
 
 
