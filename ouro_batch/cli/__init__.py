@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ouro_batch import __version__
+from ouro_batch.cli.bench import bench
 from ouro_batch.cli.report import report
 from ouro_batch.cli.run import run
 from ouro_batch.jobs.batch import ExitStatus
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(report)
+app.command()(bench)
 
 
 def _version(asked: bool) -> None:
