@@ -122,7 +122,7 @@ def mixed(seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("vocab", [1, 2, 3, 5, 17, 64, 1000, 4099, 60_000])
 def test_tokens_are_the_references(vocab: int) -> None:
     torch.manual_seed(vocab)
-    rows = slice(None) if ON_GPU or vocab < 60_000 else slice(1, 6)
+    rows = slice(None) if ON_GPU or vocab < 60_000 else slice(3, 6)
     p = {name: value[rows] for name, value in mixed(vocab).items()}
     check(3 * torch.randn(len(p["seed"]), vocab, device=DEVICE), p)
 
@@ -134,7 +134,7 @@ def test_lower_precision_logits(dtype: torch.dtype) -> None:
     check((2 * torch.randn(len(MIX), 3001, device=DEVICE)).to(dtype), mixed(1))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=200 if ON_GPU else 10, deadline=None)
 @given(
     vocab=st.integers(1, 700),
     levels=st.sampled_from([2, 7, 10**6]),
@@ -161,7 +161,7 @@ def test_random_parameters(
 
 
 def test_result_does_not_depend_on_chunks_tiles_or_neighbours() -> None:
-    logits = 3 * torch.randn(len(MIX), 20_000 if ON_GPU else 900, device=DEVICE)
+    logits = 3 * torch.randn(len(MIX), 20_000 if ON_GPU else 500, device=DEVICE)
     p = mixed(2)
     want = run(logits, p)
     for options in (dict(chunks=1), dict(chunks=7, tile=128), dict(chunks=3, tile=512)):
@@ -257,7 +257,7 @@ def test_philox(
 
 def test_frequencies_are_the_softmax() -> None:
     """Chi-square over many seeds; the bound is its 0.9999 quantile at 11 degrees of freedom."""
-    draws, vocab = 20_000 if ON_GPU else 200, 12
+    draws, vocab = 20_000 if ON_GPU else 150, 12
     logits = torch.randn(vocab, device=DEVICE)
     p = parameters([0.8] * draws, [0] * draws, [1.0] * draws)
     p["seed"] = torch.arange(draws, device=DEVICE)
