@@ -24,20 +24,28 @@ several query heads they are padded to 16 rows of a matrix product, so that keys
 read once for the whole group.
 
 Choices of the launch. ``split``, ``tile`` and ``num_warps`` decide the order of additions and so
-belong to a model, not to a batch; the others never change a bit.
+belong to a model where results must not depend on the batch; the others never change a bit. Times
+are of one layer in microseconds, BF16, D = 128, 16 heads, 15/16 of the context in prompt blocks and
+the rest in token slots, measured on one H200 (torch 2.11, Triton 3.6, 2026-12-01; all of them in
+docs/performance/tune.json, made by tests/gpu/tune.py) with the fused merge and 16 programs a
+multiprocessor:
 
-| choice | default | measured |
-|---|---|---|
-| split | 256 positions (``DecodeWork.allocate``) | not measured |
-| tile | 8 KiB of keys, 16 to 128 positions: 32 for BF16, D 128 (``decode_tile``) | not measured |
-| num_warps | 4 | not measured |
-| num_stages | 1 with one query head a key/value head, 3 with several | not measured |
-| programs | 4 a multiprocessor up to 16 entries, then 16 (``decode_programs``) | not measured |
-| fused_merge | off: a second kernel merges | not measured |
+| split, tile, warps | 1 x 256 | 8 x 1,088 | 32 x 1,088 | 128 x 1,088 | 256 x 256 | 1 x 16,384 | 16 x 16,384 |
+|---|---|---|---|---|---|---|---|
+| 64, 16, 2 | **7.2** | 28.9 | 92 | 327 | 155 | 55 | 602 |
+| 128, 16, 2 | 10.7 | **26.7** | 80 | 288 | 145 | 46 | 552 |
+| 256, 16, 2 | 15.6 | 25.6 | 76 | 278 | 128 | **39.4** | 513 |
+| 512, 16, 2 | | 35.6 | **72.2** | **268** | **128** | 42.4 | **489** |
+| 1,024, 16, 2 | | 58.7 | 82 | 264 | | 67.7 | 483 |
+| 64, 32, 4 | 6.4 | 31.9 | 98 | 366 | 184 | 67 | 676 |
+| 256, 32, 4 | 9.5 | 26.0 | 80 | 283 | 131 | 44 | 511 |
 
-Compiled for sm_90 with Triton 3.6.0, 32 positions of D = 128 in BF16 take 128 registers a thread
-and no stack (4 programs a multiprocessor), 64 take 255 (2).
-"""
+Bold is what a step takes by itself between ``split=64`` and ``max_split=512``: 128 x 1,088 then
+reads 4.26 TB/s. A split that must not follow the batch is best at 256. The defaults are tile 16 and
+2 warps (``decode_tile``), 16 programs a multiprocessor (``decode_programs``), the merge fused into
+the last program of an entry; a second kernel merges about 1 us a layer slower at few rows. With
+several query heads a key/value head: 4 warps and 3 stages, not measured.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -53,6 +61,7 @@ LOG2_E = 1.4426950408889634
 ITEM_FIELDS = 8  # entry, part, context, row, plane, prompt length, entry's first item and items
 BUILD_BLOCK = 1024  # entries read at a time
 MERGE_TILE = 16  # parts merged at a time
+STEP_PARTS = 64  # times the key/value heads, they keep every multiprocessor busy
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,10 @@ class DecodeWork:
     """
 
     split: int
+    max_split: int
     items: Tensor  # int32 [items, ITEM_FIELDS]
     entries: Tensor  # int32 [M, 2]: index of the first item, number of items
-    counts: Tensor  # int32 [2]: items in the list, items the contexts ask for
+    counts: Tensor  # int32 [3]: items in the list, items the contexts ask for, split of the step
     partial_out: Tensor  # float32 [items, H, D]
     partial_lse: Tensor  # float32 [items, H], base 2
     arrivals: Tensor  # int32 [M, G]
@@ -80,45 +90,55 @@ class DecodeWork:
         head_dim: int,
         device: torch.device,
         split: int = 256,
+        max_split: int | None = None,
     ) -> DecodeWork:
-        """Room for ``max_entries`` entries of ``max_items`` items together (``max_items()``)."""
+        """Room for ``max_entries`` entries of ``max_items`` items together (``max_items()``).
+
+        With ``max_split``, each step takes the power of two times ``split`` up to it that gives
+        about ``STEP_PARTS`` parts in all; without, results never depend on who shares the step.
+        """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
             split,
+            max_split or split,
             items=zeros(max_items, ITEM_FIELDS),
             entries=zeros(max_entries, 2),
-            counts=zeros(2),
+            counts=zeros(3),
             partial_out=zeros(max_items, heads, head_dim, dtype=torch.float32),
             partial_lse=zeros(max_items, heads, dtype=torch.float32),
             arrivals=zeros(max_entries, kv_heads),
         )
 
     @staticmethod
-    def max_items(max_entries: int, max_positions: int, split: int = 256) -> int:
+    def max_items(
+        max_entries: int, max_positions: int, split: int = 256, max_split: int | None = None
+    ) -> int:
         """Items that contexts of ``max_positions`` positions together can ask for at most."""
-        return max_entries + max_positions // split
+        parts = max_positions // (max_split or split)
+        if max_split is not None:
+            parts = max(parts, 2 * STEP_PARTS)
+        return max_entries + parts
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype) -> int:
     """Positions a tile, from the bytes of a padded head alone."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    return max(16, min(128, 8192 // row_bytes))
+    return max(16, min(128, 4096 // row_bytes))
 
 
-def decode_programs(work: DecodeWork, entries: int, device: torch.device) -> int:
+def decode_programs(work: DecodeWork, device: torch.device) -> int:
     """Programs that walk the list, no more than it has units for.
 
-    Few entries: as many as run at once, for each of the others only costs its start. Many: some
-    times that, for the hardware to balance.
+    Some times more than run at once, for the hardware to balance.
     """
     units = work.items.shape[0] * work.arrivals.shape[1]
     if device.type != "cuda":
         return min(units, 8)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(units, processors * (4 if entries <= 16 else 16))
+    return min(units, processors * 16)
 
 
 def build_decode_work(
@@ -150,9 +170,11 @@ def build_decode_work(
         entries,
         work.items.shape[0],
         work.split,
+        work.max_split,
         FIELDS=ITEM_FIELDS,
         BLOCK=BUILD_BLOCK,
         CHUNK=128,
+        STEP_PARTS=STEP_PARTS,
         num_warps=4,
     )
 
@@ -168,10 +190,10 @@ def decode_attention(
     *,
     scale: float | None = None,
     tile: int | None = None,
-    num_warps: int = 4,
+    num_warps: int | None = None,
     num_stages: int | None = None,
     programs: int | None = None,
-    fused_merge: bool = False,
+    fused_merge: bool = True,
     merge: bool = True,
 ) -> None:
     """Attention of one query an entry over its positions 0..context-1.
@@ -188,7 +210,7 @@ def decode_attention(
         work: filled by ``build_decode_work`` from M contexts.
         scale: factor of the scores, D ** -0.5 where None.
         tile, num_warps, num_stages, programs: choices of the launch (table above).
-        fused_merge: let the last program of an entry merge it instead of a second kernel.
+        fused_merge: the last program of an entry merges it; False: a second kernel does.
         merge: False promises that no context exceeds ``work.split``: no merge kernel is launched.
     """
     entries, heads, head_dim = queries.shape
@@ -202,6 +224,7 @@ def decode_attention(
         raise ValueError(f"queries are {queries.dtype}, the cache is {keys.dtype}")
     tile = tile or decode_tile(head_dim, keys.dtype)
     num_stages = num_stages or (1 if group == 1 else 3)
+    num_warps = num_warps or (2 if group == 1 else 4)
     if group == 1:
         if head_dim % 2:
             raise ValueError(f"a head dimension of {head_dim} is odd")
@@ -213,7 +236,7 @@ def decode_attention(
     if scale is None:
         scale = head_dim**-0.5
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(programs or decode_programs(work, entries, queries.device),)](
+    _decode_kernel[(programs or decode_programs(work, queries.device),)](
         out,
         queries,
         keys,
@@ -225,7 +248,6 @@ def decode_attention(
         work.partial_out,
         work.partial_lse,
         work.arrivals,
-        work.split,
         scale * LOG2_E,
         out.stride(0),
         out.stride(1),
@@ -278,7 +300,7 @@ def _power_of_2_in(*numbers: int) -> int:
     return math.gcd(16, *numbers)
 
 
-@triton.jit(do_not_specialize=["size", "capacity"])
+@triton.jit(do_not_specialize=["size", "capacity", "min_split", "max_split"])
 def _build_kernel(
     rows,  # int32 [M]
     planes,  # int32 [M]
@@ -289,14 +311,23 @@ def _build_kernel(
     counts,  # int32 [2]
     size,
     capacity,
-    split,
+    min_split,
+    max_split,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEP_PARTS: tl.constexpr,
 ):
     """One program an entry: each adds up the contexts before its own, then writes its items."""
     entry = tl.program_id(0)
     context = tl.load(contexts + entry)
+    positions = 0
+    for start in range(0, size, BLOCK):
+        others = start + tl.arange(0, BLOCK)
+        positions += tl.sum(tl.load(contexts + others, mask=others < size, other=0))
+    split = min_split
+    while (split * 2 <= max_split) & (split * 2 * STEP_PARTS <= positions):
+        split *= 2
     whole_before = 0
     short_before = 0
     whole_total = 0
@@ -315,6 +346,7 @@ def _build_kernel(
     if entry == 0:
         tl.store(counts, tl.where(fits, total, 0))
         tl.store(counts + 1, total)
+        tl.store(counts + 2, split)
 
     whole_own = context // split
     number = tl.where(fits, (context + split - 1) // split, 0)
@@ -349,11 +381,10 @@ def _decode_kernel(
     prompt_blocks,  # int32 [R, L, blocks of a row]
     decode_slots,  # int32 [R, L, generated positions]
     items,  # int32 [items, FIELDS]
-    counts,  # int32 [2]
+    counts,  # int32 [3]
     partial_out,  # float32 [items, H, D]
     partial_lse,  # float32 [items, H]
     arrivals,  # int32 [M, G]
-    split,
     scale,
     out_stride_entry,
     out_stride_head,
@@ -383,6 +414,7 @@ def _decode_kernel(
 ):
     H: tl.constexpr = G * GROUP
     units = tl.load(counts) * G
+    split = tl.load(counts + 2)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         item = items + (unit // G) * FIELDS
         kv_head = unit % G

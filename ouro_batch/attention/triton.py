@@ -17,6 +17,9 @@ from ouro_batch.kernels.prefill_attention import (
 from ouro_batch.memory import upload
 from ouro_batch.model.config import ModelConfig
 
+# Positions of a part of the decode attention's work: each step takes what suits its contexts.
+SPLIT, MAX_SPLIT = 64, 512
+
 
 @dataclass(frozen=True)
 class PrefillPlan:
@@ -44,11 +47,13 @@ class TritonAttention(Attention):
     ):
         self._work = DecodeWork.allocate(
             entries,
-            DecodeWork.max_items(entries, slots),
+            DecodeWork.max_items(entries, slots, SPLIT, MAX_SPLIT),
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             device,
+            SPLIT,
+            MAX_SPLIT,
         )
         self._prefill_config = prefill_config(dtype, config.head_dim)
 

@@ -32,9 +32,6 @@ from ouro_batch.runner.graphs import StepGraphs
 from ouro_batch.runner.projections import Projections
 from ouro_batch.runner.state import RowState
 
-# Rows up to which the time of a product is that of reading its weights.
-SKINNY_ROWS = 64
-
 # (layer, queries [T, H, D], out [T, H, D]), after the layer's keys and values were stored.
 Attend = Callable[[int, Tensor, Tensor], None]
 
@@ -173,9 +170,7 @@ class TritonRunner(Runner):
         self.attention = TritonAttention(
             config, model.dtype, device, entries=rows, slots=blocks * block_size
         )
-        # FP32 has no matrix instruction that a kernel of ours could feed better than the library.
-        sixteen_bit = model.dtype.itemsize == 2
-        self.projections = Projections(model.weights, SKINNY_ROWS if sixteen_bit else 0)
+        self.projections = Projections(model.weights)
         self._entries = Entries.allocate(model, rows)
         self._decode_space = Activations.allocate(model, rows)
         self._prefill_space = Activations.allocate(model, max_prefill_tokens)

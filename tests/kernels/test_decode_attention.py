@@ -39,6 +39,7 @@ def attend(
     entries: list[tuple[int, int, int]],
     split: int = 16,
     max_items: int | None = None,
+    max_split: int | None = None,
     **choices: object,
 ) -> Tensor:
     """Run ``entries`` (row, plane, context), check what surrounds the result, return it."""
@@ -47,12 +48,13 @@ def attend(
     _, heads, head_dim = queries.shape
     work = DecodeWork.allocate(
         len(entries),
-        max_items or DecodeWork.max_items(len(entries), positions, split),
+        max_items or DecodeWork.max_items(len(entries), positions, split, max_split),
         heads,
         cache.keys.shape[2],
         head_dim,
         DEVICE,
         split,
+        max_split,
     )
     # Nothing may depend on what an earlier step left behind.
     work.items.fill_(WILD)
@@ -191,7 +193,7 @@ def test_work_list():
         [0, 2, 25, 2, 1, 5, 0, 3],
         [3, 3, 31, 1, 2, 4, 4, 4],
     ]
-    assert work.counts.tolist() == [8, 8]
+    assert work.counts[:2].tolist() == [8, 8]
     assert work.entries[:4].tolist() == [[0, 3], [3, 0], [3, 1], [4, 4]]
 
 
@@ -203,7 +205,7 @@ def test_work_list_covers_every_position_once(contexts, split):
     work = DecodeWork.allocate(entries, room, 1, 1, 2, DEVICE, split)
     zeros = int32([0] * entries)
     build_decode_work(work, zeros, zeros, int32(contexts), int32([1]))
-    items, wanted = work.counts.tolist()
+    items, wanted = work.counts[:2].tolist()
     assert items == wanted == sum(-(-context // split) for context in contexts) <= room
     listed = work.items[:items].tolist()
     expected = {(entry, part) for entry, c in enumerate(contexts) for part in range(-(-c // split))}
@@ -222,7 +224,7 @@ def test_more_entries_than_are_read_at_a_time(monkeypatch):
     numbers = -(-contexts // 10)
     assert work.entries[:, 1].tolist() == numbers.tolist()
     assert work.entries[:, 0].tolist() == (numbers.cumsum(0) - numbers).tolist()
-    assert work.counts.tolist() == [int(numbers.sum())] * 2
+    assert work.counts[:2].tolist() == [int(numbers.sum())] * 2
 
 
 def test_a_list_too_short_stays_empty_and_says_so():
@@ -232,7 +234,24 @@ def test_a_list_too_short_stays_empty_and_says_so():
     assert bool(attend(cache, queries, entries, max_items=4).isnan().all())
     work = DecodeWork.allocate(2, 4, 2, 2, 16, DEVICE, split=16)
     build_decode_work(work, int32([4, 0]), int32([1, 0]), int32([64, 3]), cache.prompt_lengths)
-    assert work.counts.tolist() == [0, 5]
+    assert work.counts[:2].tolist() == [0, 5]
+
+
+def test_a_step_chooses_its_split_by_its_positions(monkeypatch):
+    monkeypatch.setattr(module, "STEP_PARTS", 4)
+    cache = make_cache(SMALL)
+    queries = random_queries(2, 2, 16, torch.float32, seed=0)
+    for entries in ([(4, 1, 64), (0, 0, 3)], [(0, 0, 2), (4, 0, 5)]):
+        out = attend(cache, queries, entries, split=4, max_split=32)
+        check(cache, queries, entries, out)
+    for contexts in ([1], [15, 16], [63, 0, 1], [64], [500, 3, 999], [2000] * 5):
+        capacity = DecodeWork.max_items(len(contexts), sum(contexts), 4, 32)
+        work = DecodeWork.allocate(len(contexts), capacity, 1, 1, 2, DEVICE, 4, 32)
+        zeros = int32([0] * len(contexts))
+        build_decode_work(work, zeros, zeros, int32(contexts), int32([1]))
+        items, asked, split = work.counts.tolist()
+        assert items == asked == sum(-(-context // split) for context in contexts)
+        assert split == max([4] + [s for s in (8, 16, 32) if s * 4 <= sum(contexts)])
 
 
 def test_wrong_arguments_are_named():
