@@ -64,11 +64,11 @@ def matmul_trials() -> Iterator[Trial]:
             default = matmul.choose_tiles(rows, columns, inner, gated, DTYPE)
             tiles = {default}
             for n, k, split, stages in itertools.product(
-                (64, 128), (64, 128, 256), (1, 2, 3, 4, 6, 8), (3, 5)
+                (16, 32, 64, 128), (128, 256), (1, 2, 3, 4, 8), (3, 5)
             ):
                 programs = -(-columns // n) * split
                 stage = 2 * k * (n * (2 if gated else 1) + max(16, rows))
-                if not 110 <= programs <= 540 or stage * stages > 200 * 1024:
+                if not 110 <= programs <= 800 or stage * stages > 200 * 1024:
                     continue
                 if inner // k >= split * 2 and (stage * stages >= 48 * 1024 or stages == 5):
                     warps = 8 if n == 128 else 4
