@@ -272,8 +272,10 @@ class LLM:
         """
         try:
             outputs = self._running_engine().step()
-        except RuntimeError as error:
-            self._unfinished.clear()
+        except BaseException as error:
+            self._unfinished.clear()  # the engine has ended them all
+            if not isinstance(error, RuntimeError):
+                raise
             raise EngineError(
                 f"the engine stopped on {self.device}: {error} (out of memory? lower max_rows,"
                 " max_batched_tokens or the cache)"

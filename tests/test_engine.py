@@ -81,6 +81,29 @@ def test_a_failing_device_frees_everything_and_the_engine_goes_on(folder, monkey
     assert llm.generate([[1, 2]], full_depth(5))[0].token_ids == expected
 
 
+@pytest.mark.parametrize("phase", ["embed", "loop", "logits", "gate"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("device lost")], ids=repr)
+def test_whatever_breaks_a_step_nothing_is_left_running(folder, monkeypatch, phase, error):
+    llm = LLM(folder, max_rows=2)
+    expected = llm.generate([[1, 2]], full_depth(5))[0].token_ids
+    for index in range(4):
+        llm.add_request([index + 1], full_depth(10))
+    for _ in range(3):
+        llm.step()
+
+    def fail(*args):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner.model, phase, fail)
+        with pytest.raises((KeyboardInterrupt, EngineError)):
+            while llm.has_unfinished:
+                llm.step()
+    assert llm.blocks.in_use == 0
+    assert not llm.has_unfinished
+    assert llm.generate([[1, 2]], full_depth(5))[0].token_ids == expected
+
+
 def test_a_small_request_passes_a_large_one_that_waits_for_memory(folder):
     llm = LLM(folder, max_rows=4, block_size=4, kv_tokens=40, max_model_len=64)
     first = llm.add_request([1] * 8, full_depth(20))
