@@ -97,8 +97,7 @@ def test_whatever_breaks_a_step_nothing_is_left_running(folder, monkeypatch, pha
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner.model, phase, fail)
         with pytest.raises((KeyboardInterrupt, EngineError)):
-            while llm.has_unfinished:
-                llm.step()
+            drain(llm)
     assert llm.blocks.in_use == 0
     assert not llm.has_unfinished
     assert llm.generate([[1, 2]], full_depth(5))[0].token_ids == expected
