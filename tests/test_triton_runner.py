@@ -50,7 +50,7 @@ def test_golden_cases():
 
 
 def test_skinny_products_in_sixteen_bit(tmp_path):
-    """FP16 takes the kernels' own matrix products; greedy tokens of wide margin agree with torch."""
+    """FP16 takes the kernels' own matrix products, and agrees with torch on greedy tokens."""
     folder = write_checkpoint(tmp_path, torch_dtype="float16", hidden_size=64, head_dim=16)
     results = []
     for attention in ("torch", "triton"):
