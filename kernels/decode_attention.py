@@ -57,6 +57,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import join, overlapped
+
 LOG2_E = 1.4426950408889634
 ITEM_FIELDS = 8  # entry, part, context, row, plane, prompt length, entry's first item and items
 BUILD_BLOCK = 1024  # entries read at a time
@@ -129,6 +131,12 @@ def decode_tile(head_dim: int, dtype: torch.dtype) -> int:
     return max(16, min(128, 4096 // row_bytes))
 
 
+def decode_registers(head_dim: int, dtype: torch.dtype, group: int) -> int | None:
+    """Registers a thread may take: eight programs a multiprocessor, where nothing spills."""
+    measured = group == 1 and dtype.itemsize == 2 and 64 < head_dim <= 128
+    return 128 if measured else None
+
+
 def decode_programs(work: DecodeWork, device: torch.device) -> int:
     """Programs that walk the list, no more than it has units for.
 
@@ -142,7 +150,13 @@ def decode_programs(work: DecodeWork, device: torch.device) -> int:
 
 
 def build_decode_work(
-    work: DecodeWork, rows: Tensor, planes: Tensor, contexts: Tensor, prompt_lengths: Tensor
+    work: DecodeWork,
+    rows: Tensor,
+    planes: Tensor,
+    contexts: Tensor,
+    prompt_lengths: Tensor,
+    *,
+    overlap: bool = False,
 ) -> None:
     """Fill the work list for one loop step.
 
@@ -152,6 +166,7 @@ def build_decode_work(
         contexts: int32 [M], it attends to positions 0..context-1; 0 marks an unused entry, whose
             row and plane may be anything.
         prompt_lengths: int32 [R].
+        overlap: as in ``overlap.py``.
 
     Contexts that ask for more items than ``work`` has room for leave an empty list, and
     ``work.counts[1]`` says how many they wanted.
@@ -176,6 +191,7 @@ def build_decode_work(
         CHUNK=128,
         STEP_PARTS=STEP_PARTS,
         num_warps=4,
+        **overlapped(overlap),
     )
 
 
@@ -188,18 +204,26 @@ def decode_attention(
     decode_slots: Tensor,
     work: DecodeWork,
     *,
+    cos_sin: Tensor | None = None,
     scale: float | None = None,
     tile: int | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
+    max_registers: int | None = None,
     programs: int | None = None,
     fused_merge: bool = True,
     merge: bool = True,
+    overlap: bool = False,
 ) -> None:
     """Attention of one query an entry over its positions 0..context-1.
 
     Allocates nothing and never waits for the device, so a CUDA graph can hold it. Entries whose
     context is 0 keep what ``out`` held.
+
+    With ``cos_sin``, RoPE and the write of the newest keys and values join in (one query head a
+    key/value head only): ``queries`` is then the product [M, 3H, D] of queries, keys and values
+    before their rotation, and position context-1 of each entry is rotated, stored in its slot and
+    attended to from registers.
 
     Args:
         out: [M, H, D], dtype of ``queries``; last dimension contiguous.
@@ -208,13 +232,19 @@ def decode_attention(
         prompt_blocks: int32 [R, L, blocks of a row], last dimension contiguous.
         decode_slots: int32 [R, L, generated positions], last dimension contiguous.
         work: filled by ``build_decode_work`` from M contexts.
+        cos_sin: FP32 [positions, D], the cosines of the D/2 frequencies, then their sines.
         scale: factor of the scores, D ** -0.5 where None.
-        tile, num_warps, num_stages, programs: choices of the launch (table above).
+        tile, num_warps, num_stages, max_registers, programs: choices of the launch (table above).
         fused_merge: the last program of an entry merges it; False: a second kernel does.
         merge: False promises that no context exceeds ``work.split``: no merge kernel is launched.
+        overlap: as in ``overlap.py``; the kernel before must be neither what made the work list
+            nor, with ``cos_sin``, what wrote older keys and values.
     """
-    entries, heads, head_dim = queries.shape
+    entries, heads, head_dim = out.shape
     _, block_size, kv_heads, _ = keys.shape
+    if queries.shape[1] != (heads if cos_sin is None else 3 * heads):
+        raise ValueError(f"{queries.shape[1]} heads of queries do not go with {heads} of out")
+    new_keys, new_values = keys, values
     if keys.stride() != values.stride():
         raise ValueError(f"strides of keys {keys.stride()} and values {values.stride()} differ")
     if heads % kv_heads:
@@ -225,6 +255,7 @@ def decode_attention(
     tile = tile or decode_tile(head_dim, keys.dtype)
     num_stages = num_stages or (1 if group == 1 else 3)
     num_warps = num_warps or (2 if group == 1 else 4)
+    max_registers = max_registers or decode_registers(head_dim, keys.dtype, group)
     if group == 1:
         if head_dim % 2:
             raise ValueError(f"a head dimension of {head_dim} is odd")
@@ -248,6 +279,9 @@ def decode_attention(
         work.partial_out,
         work.partial_lse,
         work.arrivals,
+        new_keys,
+        new_values,
+        cos_sin,
         scale * LOG2_E,
         out.stride(0),
         out.stride(1),
@@ -277,6 +311,8 @@ def decode_attention(
         UPCAST=not queries.is_cuda,
         num_warps=num_warps,
         num_stages=num_stages,
+        maxnreg=max_registers,
+        **overlapped(overlap),
     )
     if merge and not fused_merge:
         _merge_kernel[(entries, kv_heads)](
@@ -317,8 +353,10 @@ def _build_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP_PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program an entry: each adds up the contexts before its own, then writes its items."""
+    join(OVERLAP)
     entry = tl.program_id(0)
     context = tl.load(contexts + entry)
     positions = 0
@@ -385,6 +423,9 @@ def _decode_kernel(
     partial_out,  # float32 [items, H, D]
     partial_lse,  # float32 [items, H]
     arrivals,  # int32 [M, G]
+    new_keys,  # [blocks, B, G, D], by elements
+    new_values,  # [blocks, B, G, D], by elements
+    cos_sin,  # float32 [positions, D], or None
     scale,
     out_stride_entry,
     out_stride_head,
@@ -411,6 +452,7 @@ def _decode_kernel(
     MERGE_TILE: tl.constexpr,
     FIELDS: tl.constexpr,
     UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     H: tl.constexpr = G * GROUP
     units = tl.load(counts) * G
@@ -439,14 +481,20 @@ def _decode_kernel(
         if GROUP == 1:
             even, odd, lse = _attend_one(
                 query,
+                query_stride_head * H,
                 keys,
                 values,
+                new_keys,
+                new_values,
+                cos_sin,
                 head_offset,
                 blocks,
                 slots,
                 prompt_length,
                 first,
                 end,
+                tl.load(item + 2),
+                part == number - 1,
                 scale,
                 stride_block,
                 stride_slot,
@@ -457,6 +505,7 @@ def _decode_kernel(
                 ALIGNED,
                 TILE,
                 STAGES,
+                OVERLAP,
             )
             pair = tl.arange(0, D_PADDED // 2)
             if number == 1:
@@ -467,6 +516,7 @@ def _decode_kernel(
                 tl.store(partial_out + partial * D + 2 * pair + 1, odd, mask=pair < D // 2)
                 tl.store(partial_lse + partial, lse)
         else:
+            join(OVERLAP)
             result, lse = _attend_group(
                 query,
                 query_stride_head,
@@ -523,19 +573,27 @@ def _decode_kernel(
                     D_PADDED,
                     MERGE_TILE,
                 )
+    # A program without work has not joined yet.
+    join(OVERLAP)
 
 
 @triton.jit
 def _attend_one(
     query,
+    heads_stride,
     keys,
     values,
+    new_keys,
+    new_values,
+    cos_sin,
     head_offset,
     blocks,
     slots,
     prompt_length,
     first,
     end,
+    context,
+    last,
     scale,
     stride_block,
     stride_slot,
@@ -546,16 +604,20 @@ def _attend_one(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One query head over positions ``first`` to ``end``.
 
-    ``keys`` and ``values`` are words of two elements. Returns the even and the odd elements of the
-    result, FP32 [PAIRS_PADDED] each, and the base-2 logarithm of the sum of exponentials.
+    ``keys`` and ``values`` are words of two elements. With ``cos_sin``, the ``last`` part stores
+    and sees the newest position, context-1, without reading it from the cache.
+    Returns the even and the odd elements of the result, FP32 [PAIRS_PADDED] each, and the base-2
+    logarithm of the sum of exponentials.
     """
     pair = tl.arange(0, PAIRS_PADDED)
     lanes = tl.arange(0, TILE)
-    q_even = tl.load(query + 2 * pair, mask=pair < PAIRS, other=0.0).to(tl.float32) * scale
-    q_odd = tl.load(query + 2 * pair + 1, mask=pair < PAIRS, other=0.0).to(tl.float32) * scale
+    position = context - 1
+    if cos_sin is not None:
+        end -= last.to(tl.int32)
     # A softmax a lane: lane n sees positions first + n, first + n + TILE, ...
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
@@ -568,6 +630,17 @@ def _attend_one(
     next_k = tl.load(keys + address, mask=mask, other=0)
     next_v = tl.load(values + address, mask=mask, other=0)
     at = _look_up(blocks, slots, first + TILE + lanes, prompt_length, end, B)
+    join(OVERLAP)
+    kind = query.dtype.element_ty
+    if cos_sin is None:
+        q_even = tl.load(query + 2 * pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
+        q_odd = tl.load(query + 2 * pair + 1, mask=pair < PAIRS, other=0.0).to(tl.float32)
+    else:
+        angles = cos_sin + position.to(tl.int64) * (2 * PAIRS)
+        q_even = _rotated(query, angles, 2 * pair, PAIRS).to(kind).to(tl.float32)
+        q_odd = _rotated(query, angles, 2 * pair + 1, PAIRS).to(kind).to(tl.float32)
+    q_even *= scale
+    q_odd *= scale
     for start in tl.range(first, end, TILE, num_stages=STAGES):
         k = next_k
         v = next_v
@@ -593,12 +666,54 @@ def _attend_one(
         acc_even = acc_even * keep[:, None] + weight[:, None] * v_even
         acc_odd = acc_odd * keep[:, None] + weight[:, None] * v_odd
         top = new_top
-    all_top = tl.max(top, 0)
-    keep = tl.exp2(top - all_top)
-    all_total = tl.sum(total * keep, 0)
-    even = tl.sum(acc_even * keep[:, None], 0) / all_total
-    odd = tl.sum(acc_odd * keep[:, None], 0) / all_total
-    return even, odd, all_top + tl.log2(all_total)
+    if cos_sin is None:
+        all_top = tl.max(top, 0)
+        keep = tl.exp2(top - all_top)
+        all_total = tl.sum(total * keep, 0)
+        even = tl.sum(acc_even * keep[:, None], 0)
+        odd = tl.sum(acc_odd * keep[:, None], 0)
+    else:
+        new_score = tl.full([], float("-inf"), tl.float32)
+        new_even = tl.zeros([PAIRS_PADDED], tl.float32)
+        new_odd = tl.zeros([PAIRS_PADDED], tl.float32)
+        if last:
+            key = query + heads_stride
+            value = key + heads_stride
+            k_even = _rotated(key, angles, 2 * pair, PAIRS).to(kind)
+            k_odd = _rotated(key, angles, 2 * pair + 1, PAIRS).to(kind)
+            v_even = tl.load(value + 2 * pair, mask=pair < PAIRS, other=0.0)
+            v_odd = tl.load(value + 2 * pair + 1, mask=pair < PAIRS, other=0.0)
+            slot = _look_up(blocks, slots, position, prompt_length, position + 1, B)
+            # Strides count words of two elements.
+            to = 2 * _offset(slot, head_offset, stride_block, stride_slot, B, FLAT, ALIGNED)
+            to += 2 * pair
+            tl.store(new_keys + to, k_even, mask=pair < PAIRS)
+            tl.store(new_keys + to + 1, k_odd, mask=pair < PAIRS)
+            tl.store(new_values + to, v_even, mask=pair < PAIRS)
+            tl.store(new_values + to + 1, v_odd, mask=pair < PAIRS)
+            new_score = tl.sum(k_even.to(tl.float32) * q_even + k_odd.to(tl.float32) * q_odd, 0)
+            new_even = v_even.to(tl.float32)
+            new_odd = v_odd.to(tl.float32)
+        all_top = tl.maximum(tl.max(top, 0), new_score)
+        keep = tl.exp2(top - all_top)
+        weight_new = tl.exp2(new_score - all_top)
+        all_total = tl.sum(total * keep, 0) + weight_new
+        even = tl.sum(acc_even * keep[:, None], 0) + weight_new * new_even
+        odd = tl.sum(acc_odd * keep[:, None], 0) + weight_new * new_odd
+    return even / all_total, odd / all_total, all_top + tl.log2(all_total)
+
+
+@triton.jit
+def _rotated(x, angles, index, HALF: tl.constexpr):
+    """RoPE, half-split, of the elements ``index`` of a head ``x``, FP32; 0 from 2 * HALF on."""
+    inside = index < 2 * HALF
+    frequency = tl.where(index < HALF, index, index - HALF)
+    cos = tl.load(angles + frequency, mask=inside, other=0.0)
+    sin = tl.load(angles + HALF + frequency, mask=inside, other=0.0)
+    own = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.where(index < HALF, index + HALF, index - HALF)
+    other = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
+    return own * cos + tl.where(index < HALF, -other, other) * sin
 
 
 @triton.jit

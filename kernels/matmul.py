@@ -38,6 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import join, overlapped
+
 _PROGRAMS = 264  # two a multiprocessor of an H200; fixed, so that the split is the same anywhere
 
 
@@ -58,7 +60,7 @@ class Tiles:
 _TILES = {
     (6144, 2048, False): Tiles(128, 2, stages=3),
     (2048, 2048, False): Tiles(128, 4, stages=5),
-    (5632, 2048, True): Tiles(128, 2, stages=3),
+    (5632, 2048, True): Tiles(128, 1, stages=3),
     (11264, 2048, False): Tiles(128, 1, stages=6),
     (2048, 5632, False): Tiles(128, 4, stages=5),
     (49152, 2048, False): Tiles(64, 1, block_n=128, stages=3, warps=8),
@@ -116,28 +118,32 @@ def _linear(
     rows, columns, inner, out_stride, x_stride, weight_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr, GATED: tl.constexpr, FINISH: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # Row tiles are neighbours in launch order: they read the same weights.
     tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Columns past the end read the last weight row again, which costs less than a mask.
+    weight_row = tl.minimum(n, columns - 1).to(tl.int64)
+    gate_at = weight + weight_row[:, None] * weight_stride + k[None, :]
+    up_at = gate_at + tl.full([], columns, tl.int64) * weight_stride
+    tiles = tl.cdiv(inner, BLOCK_K)
+    first = split * tiles // SPLIT_K
+    end = (split + 1) * tiles // SPLIT_K
+    join(OVERLAP)
     valid = rows
     if count is not None:
         valid = tl.minimum(rows, tl.load(count))
     if tile_m * BLOCK_M >= valid:
         return
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     real_m = m < valid
-    # Columns past the end read the last weight row again, which costs less than a mask.
-    weight_row = tl.minimum(n, columns - 1).to(tl.int64)
-    gate_at = weight + weight_row[:, None] * weight_stride + k[None, :]
-    up_at = gate_at + tl.full([], columns, tl.int64) * weight_stride
     x_at = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
 
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    tiles = tl.cdiv(inner, BLOCK_K)
-    for tile in range(split * tiles // SPLIT_K, (split + 1) * tiles // SPLIT_K):
+    for tile in range(first, end):
         begin = tile * BLOCK_K
         if EVEN_K:
             w = tl.load(gate_at + begin)
@@ -202,6 +208,7 @@ def linear(
     count: Tensor | None = None,
     gated: bool = False,
     tiles: Tiles | None = None,
+    overlap: bool = False,
 ) -> None:
     """``out`` [M, N] = ``x`` [M, K] @ ``weight`` [N, K]^T, all of one dtype, rows contiguous.
 
@@ -216,7 +223,7 @@ def linear(
     tiles = tiles or choose_tiles(rows, columns, inner, gated, x.dtype)
     if tiles.split_k > 1 and (partials is None or counters is None):
         raise ValueError(f"a product split {tiles.split_k} ways needs partials and counters")
-    _launch(out, x, weight, partials, counters, count, rows, columns, gated, tiles, finish=True)
+    _launch(out, x, weight, partials, counters, count, rows, columns, gated, tiles, True, overlap)
 
 
 def linear_partials(
@@ -226,6 +233,7 @@ def linear_partials(
     *,
     count: Tensor | None = None,
     tiles: Tiles | None = None,
+    overlap: bool = False,
 ) -> None:
     """The partial sums of ``x @ weight^T``, FP32 ``partials`` [split, M, N], left for the consumer.
 
@@ -237,7 +245,7 @@ def linear_partials(
     if split != tiles.split_k:
         raise ValueError(f"partials hold {split} sums, the product is split {tiles.split_k} ways")
     out = partials if split == 1 else None
-    _launch(out, x, weight, partials, None, count, rows, columns, False, tiles, finish=False)
+    _launch(out, x, weight, partials, None, count, rows, columns, False, tiles, False, overlap)
 
 
 def _launch(
@@ -252,6 +260,7 @@ def _launch(
     gated: bool,
     tiles: Tiles,
     finish: bool,
+    overlap: bool,
 ) -> None:
     inner = x.shape[1]
     block_m = tiles.block_m or min(tiles.max_block_m, max(16, triton.next_power_of_2(rows)))
@@ -264,5 +273,5 @@ def _launch(
         EVEN_K=inner % tiles.block_k == 0, GATED=gated, FINISH=finish,
         # Triton's interpreter cannot multiply BF16.
         UPCAST=x.device.type == "cpu" and x.dtype == torch.bfloat16,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **overlapped(overlap),
     )  # fmt: skip

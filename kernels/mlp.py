@@ -11,9 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import join, overlapped
+
 
 @triton.jit
-def _silu_mul(out, gate_up, count, width, out_stride, stride, BLOCK: tl.constexpr):
+def _silu_mul(
+    out, gate_up, count, width, out_stride, stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    join(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if row >= (tl.num_programs(0) if count is None else tl.load(count)):
         return
@@ -33,6 +38,7 @@ def silu_mul(
     count: Tensor | None = None,
     block: int = 1024,
     num_warps: int = 4,
+    overlap: bool = False,
 ) -> None:
     """``out`` [T, I] = ``silu(gate) * up`` of ``gate_up`` [T, 2I], gate first, in FP32.
 
@@ -45,4 +51,5 @@ def silu_mul(
         out, gate_up, count, width, out.stride(0), gate_up.stride(0),
         BLOCK=block,
         num_warps=num_warps,
+        **overlapped(overlap),
     )  # fmt: skip

@@ -3,13 +3,19 @@
 Arithmetic is FP32 with one rounding at each store; the residual is normalized as stored, so a
 fused launch gives the bits of its parts. One program owns one row of any width. Launchers write
 into given tensors, allocate nothing and never wait for the device; ``count`` (int32 [1], on the
-device) ends the programs of the rows beyond it at once.
+device) ends the programs of the rows beyond it at once; ``overlap`` is that of ``overlap.py``.
 
-| row | warps | why (not measured) |
-|---|---|---|
-| up to 256 | 1 | 8 values a thread: one 16-byte access in BF16 |
-| 2,048 | 8 | the same; a row's latency matters more than its instructions |
-| 4,096 and more | 16 | the same, up to 16 warps |
+A row of 2,048 takes 8 warps (8 values a thread, 16 bytes in BF16), 16 where it adds up partial
+sums, whose latency decides, and 4 from 1,024 rows on, where instructions decide. Microseconds of
+``add_rms_norm`` on one H200 (torch 2.11, Triton 3.6, 2026-12-01; docs/performance/tune.json):
+
+| rows | 4 warps | 8 | 16 |
+|---|---|---|---|
+| 1 | 1.92 | 1.94 | 2.06 |
+| 1, sums of 4 | 2.39 | 2.25 | **2.20** |
+| 64, sums of 4 | 2.61 | 2.53 | **2.46** |
+| 128 | 2.19 | **2.19** | 2.34 |
+| 4,096 | **16.8** | 18.7 | 22.5 |
 """
 
 from __future__ import annotations
@@ -17,6 +23,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .overlap import join, overlapped
+
+MANY_ROWS = 1024
 
 
 @triton.jit
@@ -27,14 +37,16 @@ def _normalized(x, weight, width, eps):
 
 @triton.jit
 def _rms_norm(
-    out, x, weight, count, width, out_stride, x_stride, eps, WIDTH: tl.constexpr
+    out, x, weight, count, width, out_stride, x_stride, eps,
+    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if row >= (tl.num_programs(0) if count is None else tl.load(count)):
-        return
     column = tl.arange(0, WIDTH)
     inside = column < width
     w = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
+    join(OVERLAP)
+    if row >= (tl.num_programs(0) if count is None else tl.load(count)):
+        return
     h = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
     y = _normalized(h, w, width, eps)
     tl.store(out + row * out_stride + column, y.to(out.dtype.element_ty), mask=inside)
@@ -44,16 +56,17 @@ def _rms_norm(
 def _add_rms_norm(
     hidden, update, update_weight, out, out_weight, count,
     width, hidden_stride, update_stride, split_stride, out_stride, eps,
-    SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if row >= (tl.num_programs(0) if count is None else tl.load(count)):
-        return
     column = tl.arange(0, WIDTH)
     inside = column < width
-    # The weights do not wait for the sum of squares: all loads are in flight together.
+    # The weights wait neither for the update nor for its sum of squares.
     update_w = tl.load(update_weight + column, mask=inside, other=0).to(tl.float32)
     out_w = tl.load(out_weight + column, mask=inside, other=0).to(tl.float32)
+    join(OVERLAP)
+    if row >= (tl.num_programs(0) if count is None else tl.load(count)):
+        return
     h = tl.load(hidden + row * hidden_stride + column, mask=inside, other=0).to(tl.float32)
     at = update + row * update_stride + column
     u = tl.load(at, mask=inside, other=0).to(tl.float32)
@@ -70,9 +83,11 @@ def _add_rms_norm(
 @triton.jit
 def _embed_norm(
     hidden, out, embed, token, carried, rows, fresh, weight, count,
-    width, hidden_stride, out_stride, embed_stride, carried_stride, eps, WIDTH: tl.constexpr,
+    width, hidden_stride, out_stride, embed_stride, carried_stride, eps,
+    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
+    join(OVERLAP)
     if entry >= (tl.num_programs(0) if count is None else tl.load(count)):
         return
     row = entry
@@ -99,13 +114,15 @@ def rms_norm(
     *,
     count: Tensor | None = None,
     num_warps: int | None = None,
+    overlap: bool = False,
 ) -> None:
     """``out`` = ``weight * x / rms(x)`` for ``out``, ``x`` [T, width]; they may be the same."""
     tokens, width = x.shape
     _rms_norm[(tokens,)](
         out, x, weight, count, width, out.stride(0), x.stride(0), eps,
         WIDTH=triton.next_power_of_2(width),
-        num_warps=num_warps or _warps(width),
+        num_warps=num_warps or _warps(width, tokens),
+        **overlapped(overlap),
     )  # fmt: skip
 
 
@@ -119,6 +136,7 @@ def add_rms_norm(
     *,
     count: Tensor | None = None,
     num_warps: int | None = None,
+    overlap: bool = False,
 ) -> None:
     """``hidden += rms_norm(update) * update_weight``; ``out = rms_norm(hidden) * out_weight``.
 
@@ -133,7 +151,8 @@ def add_rms_norm(
         out.stride(0), eps,
         SPLITS=update.shape[0] if split else 1,
         WIDTH=triton.next_power_of_2(width),
-        num_warps=num_warps or _warps(width),
+        num_warps=num_warps or _warps(width, tokens, split),
+        **overlapped(overlap),
     )  # fmt: skip
 
 
@@ -150,6 +169,7 @@ def embed_norm(
     eps: float,
     count: Tensor | None = None,
     num_warps: int | None = None,
+    overlap: bool = False,
 ) -> None:
     """The start of a loop: entry i of M takes its token's embedding where fresh, else its state.
 
@@ -163,9 +183,13 @@ def embed_norm(
         hidden, out, embed, token, carried, rows, fresh, weight, count,
         width, hidden.stride(0), out.stride(0), embed.stride(0), carried.stride(0), eps,
         WIDTH=triton.next_power_of_2(width),
-        num_warps=num_warps or _warps(width),
+        num_warps=num_warps or _warps(width, entries),
+        **overlapped(overlap),
     )  # fmt: skip
 
 
-def _warps(width: int) -> int:
-    return max(1, min(16, triton.next_power_of_2(width) // 256))
+def _warps(width: int, rows: int, split: bool = False) -> int:
+    warps = max(1, min(16, triton.next_power_of_2(width) // 256))
+    if split:
+        return min(16, 2 * warps)
+    return max(1, warps // 2) if rows >= MANY_ROWS else warps

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import join, overlapped
+
 
 @triton.jit
 def _rope_store(
@@ -21,11 +23,9 @@ def _rope_store(
     q_token_stride, q_head_stride, qkv_stride,
     key_block_stride, key_slot_stride, key_head_stride,
     value_block_stride, value_slot_stride, value_head_stride, table_stride,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    if token >= (tl.num_programs(0) if count is None else tl.load(count)):
-        return
     half = head_dim // 2
     slot = tl.load(slots + token).to(tl.int64)
     # Padding may carry any position; it must not read outside the table.
@@ -35,6 +35,10 @@ def _rope_store(
     cos = tl.load(cos_sin + position * table_stride + column, mask=inside, other=0)[None, :]
     sin = tl.load(cos_sin + position * table_stride + half + column, mask=inside, other=0)[None, :]
 
+    # Slots and positions are older than the product that this kernel follows.
+    join(OVERLAP)
+    if token >= (tl.num_programs(0) if count is None else tl.load(count)):
+        return
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     real = (head < heads + 2 * kv_heads)[:, None] & inside[None, :]
     at = qkv + token * qkv_stride + head[:, None] * head_dim + column[None, :]
@@ -78,6 +82,7 @@ def rope_store(
     count: Tensor | None = None,
     heads_per_program: int = 8,
     num_warps: int = 4,
+    overlap: bool = False,
 ) -> None:
     """Rotate queries into ``q_out``, keys into the cache, and copy values into the cache.
 
@@ -87,6 +92,7 @@ def rope_store(
     cache never sees; ``positions`` int32 [T]; ``cos_sin`` FP32 [positions, D], the cosines of the
     D/2 frequencies and then their sines (half-split rotation). Writes into given tensors, allocates
     nothing and never waits for the device; tokens from ``count`` (int32 [1]) on are left alone.
+    With ``overlap`` (``overlap.py``), the kernel before must not be what wrote slots or positions.
     """
     tokens, heads, head_dim = q_out.shape
     block_size, kv_heads = keys.shape[1:3]
@@ -100,4 +106,5 @@ def rope_store(
         HEADS=per_program,
         HALF=triton.next_power_of_2(head_dim // 2),
         num_warps=num_warps,
+        **overlapped(overlap),
     )  # fmt: skip

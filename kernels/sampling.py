@@ -32,6 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import join, overlapped
+
 MAX_CHUNKS = 64
 _PROGRAMS = 1056
 
@@ -138,8 +140,10 @@ def _best_chunk(values, ids, entry, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _maxima(
-    logits, values, ids, count, vocab, stride, chunk_size, chunks, TILE: tl.constexpr
+    logits, values, ids, count, vocab, stride, chunk_size, chunks,
+    TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    join(OVERLAP)
     entry = tl.program_id(0).to(tl.int64)
     if entry >= (tl.num_programs(0) if count is None else tl.load(count)):
         return
@@ -165,8 +169,9 @@ def _maxima(
 def _borders(
     tokens, logits, values, ids, tops, borders, lasts,
     rows, count, temperature, top_k, top_p,
-    vocab, stride, chunks, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    vocab, stride, chunks, CHUNKS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    join(OVERLAP)
     entry = tl.program_id(0).to(tl.int64)
     if entry >= (tl.num_programs(0) if count is None else tl.load(count)):
         return
@@ -242,7 +247,9 @@ def _noise(
     tokens, logits, values, ids, tops, borders, lasts,
     rows, count, temperature, seed, position,
     vocab, stride, chunk_size, chunks, TILE: tl.constexpr, SINGLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    join(OVERLAP)
     entry = tl.program_id(0).to(tl.int64)
     if entry >= (tl.num_programs(0) if count is None else tl.load(count)):
         return
@@ -284,8 +291,10 @@ def _noise(
 
 @triton.jit
 def _merge(
-    tokens, values, ids, rows, count, temperature, chunks, CHUNKS: tl.constexpr
+    tokens, values, ids, rows, count, temperature, chunks,
+    CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    join(OVERLAP)
     entry = tl.program_id(0).to(tl.int64)
     if entry >= (tl.num_programs(0) if count is None else tl.load(count)):
         return
@@ -319,6 +328,7 @@ def sample(
     maxima_warps: int = 4,
     borders_warps: int = 16,
     noise_warps: int = 8,
+    overlap: bool = False,
 ) -> None:
     """Next tokens, int32 [E], from logits [E, V] of any float type.
 
@@ -349,11 +359,13 @@ def sample(
     _maxima[(entries, chunks)](
         logits, values, ids, count, vocab, stride, chunk_size, chunks,
         TILE=tile, num_warps=maxima_warps,
+        **overlapped(overlap),
     )  # fmt: skip
     _borders[(entries,)](
         tokens, logits, values, ids, tops, borders, lasts,
         rows, count, temperature, top_k, top_p, vocab, stride, chunks,
         CHUNKS=padded, TILE=tile, num_warps=borders_warps,
+        **overlapped(overlap),
     )  # fmt: skip
     if not random:
         return
@@ -361,8 +373,10 @@ def sample(
         tokens, logits, values, ids, tops, borders, lasts,
         rows, count, temperature, seed, position, vocab, stride, chunk_size, chunks,
         TILE=tile, SINGLE=chunks == 1, num_warps=noise_warps,
+        **overlapped(overlap),
     )  # fmt: skip
     if chunks > 1:
         _merge[(entries,)](
-            tokens, values, ids, rows, count, temperature, chunks, CHUNKS=padded, num_warps=1
-        )
+            tokens, values, ids, rows, count, temperature, chunks, CHUNKS=padded, num_warps=1,
+            **overlapped(overlap),
+        )  # fmt: skip

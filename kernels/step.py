@@ -2,7 +2,7 @@
 
 Entries are the compacted rows of one step: entry e stands for row ``rows[e]``. R rows of state,
 M entries, L loops. All launchers write into given tensors, allocate nothing and never wait for the
-device. ``active`` and other flags are uint8.
+device. ``active`` and other flags are uint8; ``overlap`` is that of ``overlap.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .overlap import join, overlapped
 
 # Row fields of a packed start, in order; the kernel and ``pack_start`` share this list.
 HEADER = (
@@ -77,8 +79,9 @@ def _begin_step(
     active, depth, position, generated, slots_taken, decode_blocks, decode_slots, results,
     rows, planes, positions, contexts, slots, fresh, count,
     num_rows, entries, block_size, decode_blocks_stride, slots_row_stride, slots_plane_stride,
-    REFILL: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
+    REFILL: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    join(OVERLAP)
     row = tl.arange(0, ROWS)
     real = row < num_rows
     run = tl.load(active + row, mask=real, other=0) != 0
@@ -138,6 +141,7 @@ def begin_step(
     count: Tensor,
     block_size: int,
     refill: bool,
+    overlap: bool = False,
 ) -> None:
     """Choose the rows that run a loop, in row order, and take a slot for each.
 
@@ -158,6 +162,7 @@ def begin_step(
         REFILL=refill,
         ROWS=triton.next_power_of_2(num_rows),
         ENTRIES=triton.next_power_of_2(entries),
+        **overlapped(overlap),
     )  # fmt: skip
 
 
@@ -167,8 +172,9 @@ def _end_loop(
     depth, survival, carried, generated, exit_threshold, min_loops, max_loops, replay,
     replay_depths, exits,
     width, replay_stride,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    join(OVERLAP)
     entry = tl.program_id(0)
     if entry >= tl.load(count):
         tl.store(exits + entry, 0)
@@ -214,6 +220,7 @@ def end_loop(
     replay: Tensor,
     replay_depths: Tensor,
     exits: Tensor,
+    overlap: bool = False,
 ) -> None:
     """Gate, survival and exit decision of every entry, after its loop's final norm.
 
@@ -230,6 +237,7 @@ def end_loop(
         width, replay_depths.stride(0),
         WIDTH=triton.next_power_of_2(width),
         num_warps=4,
+        **overlapped(overlap),
     )  # fmt: skip
 
 
@@ -237,8 +245,9 @@ def end_loop(
 def _gather_exits(
     exits, rows, hidden, exit_rows, exit_hidden, exit_count,
     entries, width,
-    ENTRIES: tl.constexpr, WIDTH: tl.constexpr,
+    ENTRIES: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    join(OVERLAP)
     entry = tl.program_id(0)
     other = tl.arange(0, ENTRIES)
     flags = tl.load(exits + other, mask=other < entries, other=0)
@@ -262,6 +271,7 @@ def gather_exits(
     exit_rows: Tensor,
     exit_hidden: Tensor,
     exit_count: Tensor,
+    overlap: bool = False,
 ) -> None:
     """Put the entries that leave together, in entry order, for ``lm_head`` and sampling.
 
@@ -274,6 +284,7 @@ def gather_exits(
         entries, width,
         ENTRIES=triton.next_power_of_2(entries),
         WIDTH=triton.next_power_of_2(width),
+        **overlapped(overlap),
     )  # fmt: skip
 
 
@@ -283,8 +294,9 @@ def _emit_tokens(
     active, token, position, depth, generated, max_tokens, stop_ids, prompt_lengths,
     decode_slots, results,
     num_rows, loops, slots_row_stride, slots_plane_stride,
-    LOOPS: tl.constexpr, STOP_IDS: tl.constexpr,
+    LOOPS: tl.constexpr, STOP_IDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    join(OVERLAP)
     entry = tl.program_id(0)
     if entry >= tl.load(exit_count):
         return
@@ -329,6 +341,7 @@ def emit_tokens(
     prompt_lengths: Tensor,
     decode_slots: Tensor,
     results: Tensor,
+    overlap: bool = False,
 ) -> None:
     """Make each sampled token its row's running one, or end the row.
 
@@ -347,6 +360,7 @@ def emit_tokens(
         LOOPS=triton.next_power_of_2(loops),
         STOP_IDS=stop_ids.shape[1],
         num_warps=1,
+        **overlapped(overlap),
     )  # fmt: skip
 
 

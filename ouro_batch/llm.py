@@ -75,7 +75,7 @@ class LLM:
         loops: run the whole model with another ``total_ut_steps``, for prompt and output alike.
         max_rows: requests that run at once; None: 256 on a GPU, 64 on a CPU.
         max_batched_tokens: tokens of one step, decode rows and prompt tokens together; None:
-            2,048 on a GPU, 1,024 on a CPU, beyond one for each row.
+            8,192 on a GPU, 1,024 on a CPU, beyond one for each row.
         block_size: slots of a block.
         kv_tokens: full-depth tokens the cache holds. At most one of this and ``kv_memory``.
         kv_memory: GiB of cache. None of both: on a GPU what ``gpu_memory_utilization`` leaves
@@ -137,7 +137,7 @@ class LLM:
         rows = max_rows or (256 if on_gpu else 64)
         if schedule == "serial":
             rows = 1
-        batched = max_batched_tokens or rows + (2048 if on_gpu else 1024)
+        batched = max_batched_tokens or rows + (8192 if on_gpu else 1024)
         if batched <= rows:
             raise EngineError(
                 f"max_batched_tokens {batched} must be above max_rows {rows}: a step runs one token"

@@ -34,6 +34,8 @@ class TritonAttention(Attention):
         config, dtype, device: of the model.
         entries: queries of a decode step at most.
         slots: slots of the whole cache; contexts together cannot be longer.
+        overlap: start decode kernels ahead (``kernels/overlap.py``); queries and the newest keys
+            and values must come from the kernel right before.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class TritonAttention(Attention):
         *,
         entries: int,
         slots: int,
+        overlap: bool = False,
     ):
+        self._overlap = overlap
         self._work = DecodeWork.allocate(
             entries,
             DecodeWork.max_items(entries, slots, SPLIT, MAX_SPLIT),
@@ -55,12 +59,16 @@ class TritonAttention(Attention):
             SPLIT,
             MAX_SPLIT,
         )
+        # With several query heads a key/value head, RoPE is a launch of its own.
+        self.fuses_rope = config.num_heads == config.num_kv_heads
         self._prefill_config = prefill_config(dtype, config.head_dim)
 
     def plan_decode(
         self, tables: SlotTables, rows: Tensor, planes: Tensor, contexts: Tensor
     ) -> SlotTables:
-        build_decode_work(self._work, rows, planes, contexts, tables.prompt_lengths)
+        build_decode_work(
+            self._work, rows, planes, contexts, tables.prompt_lengths, overlap=self._overlap
+        )
         return tables
 
     def decode(
@@ -74,6 +82,32 @@ class TritonAttention(Attention):
             plan.prompt_blocks,
             plan.decode_slots,
             self._work,
+            overlap=self._overlap,
+        )
+
+    def decode_qkv(
+        self,
+        plan: SlotTables,
+        qkv: Tensor,
+        out: Tensor,
+        cache: KVCache,
+        layer: int,
+        cos_sin: Tensor,
+    ) -> None:
+        """``decode`` from the fused product ``qkv`` [M, 3H * D], where ``fuses_rope``.
+
+        Rotates by ``cos_sin`` FP32 [positions, D] and stores the newest keys and values too.
+        """
+        decode_attention(
+            out,
+            qkv.unflatten(1, (-1, out.shape[-1])),
+            cache.keys[layer],
+            cache.values[layer],
+            plan.prompt_blocks,
+            plan.decode_slots,
+            self._work,
+            cos_sin=cos_sin,
+            overlap=self._overlap,
         )
 
     def plan_prefill(self, tables: SlotTables, segments: list[PrefillSegment]) -> PrefillPlan:

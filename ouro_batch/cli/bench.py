@@ -217,7 +217,7 @@ def bench(
             metavar="N",
             min=1,
             help="Tokens of one step, prefill and decode together.",
-            show_default="--max-rows and 2,048 on a GPU, 1,024 on a CPU",
+            show_default="--max-rows and 8,192 on a GPU, 1,024 on a CPU",
         ),
     ] = None,
     max_model_len: Annotated[

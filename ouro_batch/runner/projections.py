@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from ouro_batch.kernels import matmul, mlp
+from ouro_batch.kernels.gemv import gemv
 from ouro_batch.model.weights import ModelWeights
 
-# Rows up to which the Triton products beat torch's library (kernels/matmul.py has the times): QKV
-# and gate/up, and the others, whose outputs are narrow or whose rows are counted on the device.
+# Rows up to which products stream through registers (kernels/gemv.py), and up to which those of
+# kernels/matmul.py beat torch's library: QKV and gate/up, and the others, whose outputs are narrow
+# or whose rows are counted on the device.
+GEMV_ROWS = 1
 WIDE_ROWS = 8
 NARROW_ROWS = 64
 
@@ -21,10 +24,12 @@ class Projections:
     ``kernels/matmul.py`` run; beyond them torch's library, and for FP32 always.
     """
 
-    def __init__(self, weights: ModelWeights):
+    def __init__(self, weights: ModelWeights, *, overlap: bool = False):
         self._weights = weights
+        self._overlap = overlap  # start kernels ahead (kernels/overlap.py)
         # FP32 has no matrix instruction that a kernel of ours could feed better than the library.
         sixteen_bit = weights.embed.dtype.itemsize == 2
+        self._gemv_rows = GEMV_ROWS if sixteen_bit else 0
         self._wide_rows = WIDE_ROWS if sixteen_bit else 0
         self._narrow_rows = NARROW_ROWS if sixteen_bit else 0
         layer, head, device = weights.layers[0], weights.lm_head, weights.embed.device
@@ -43,7 +48,9 @@ class Projections:
 
     def qkv(self, layer: int, x: Tensor, out: Tensor) -> None:
         weight = self._weights.layers[layer].qkv
-        if len(x) <= self._wide_rows:
+        if len(x) <= self._gemv_rows:
+            gemv(out, x, weight, overlap=self._overlap)
+        elif len(x) <= self._wide_rows:
             self._few_rows(x, weight, out)
         else:
             torch.mm(x, weight.t(), out=out)
@@ -55,11 +62,13 @@ class Projections:
     def mlp(self, layer: int, x: Tensor, gate_up: Tensor, out: Tensor) -> None:
         """``silu(gate) * up`` into ``out`` [T, I]; ``gate_up`` [T, 2I] is work space."""
         weight = self._weights.layers[layer].gate_up
-        if len(x) <= self._wide_rows:
+        if len(x) <= self._gemv_rows:
+            gemv(out, x, weight, gated=True, overlap=self._overlap)
+        elif len(x) <= self._wide_rows:
             self._few_rows(x, weight, out, gated=True)
         else:
             torch.mm(x, weight.t(), out=gate_up)
-            mlp.silu_mul(out, gate_up)
+            mlp.silu_mul(out, gate_up, overlap=self._overlap)
 
     def down(self, layer: int, x: Tensor, out: Tensor) -> Tensor:
         """As ``o``."""
@@ -73,13 +82,24 @@ class Projections:
             torch.mm(x, self._weights.lm_head.t(), out=out)
 
     def _few_rows(self, x: Tensor, weight: Tensor, out: Tensor, **options: object) -> None:
-        matmul.linear(out, x, weight, partials=self._partials, counters=self._counters, **options)
+        matmul.linear(
+            out,
+            x,
+            weight,
+            partials=self._partials,
+            counters=self._counters,
+            overlap=self._overlap,
+            **options,
+        )
 
     def _update(self, x: Tensor, weight: Tensor, out: Tensor, split: int) -> Tensor:
+        if len(x) <= self._gemv_rows:
+            gemv(out, x, weight, overlap=self._overlap)
+            return out
         if len(x) > self._narrow_rows:
             return torch.mm(x, weight.t(), out=out)
         sums = self._sums[: split * out.numel()].view(split, *out.shape)
-        matmul.linear_partials(sums, x, weight)
+        matmul.linear_partials(sums, x, weight, overlap=self._overlap)
         return sums
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ouro_batch.attention.base import KVCache, PrefillSegment
 from ouro_batch.attention.triton import TritonAttention
 from ouro_batch.kernels import norm, rope, sampling, step
+from ouro_batch.kernels.overlap import can_overlap
 from ouro_batch.memory import upload
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.runner.base import (
@@ -32,8 +33,8 @@ from ouro_batch.runner.graphs import StepGraphs
 from ouro_batch.runner.projections import Projections
 from ouro_batch.runner.state import RowState
 
-# (layer, queries [T, H, D], out [T, H, D]), after the layer's keys and values were stored.
-Attend = Callable[[int, Tensor, Tensor], None]
+# Called with a layer: from ``qkv`` to ``attended``, keys and values being stored on the way.
+Attend = Callable[[int], None]
 
 
 @dataclass
@@ -165,12 +166,18 @@ class TritonRunner(Runner):
         config, device = model.config, model.device
         self.model = model
         self.refill = refill
+        self._overlap = can_overlap(device)
         self.state = RowState.allocate(config, rows, max_model_len, block_size, device, model.dtype)
         self.cache = KVCache.allocate(config, blocks, block_size, device, model.dtype)
         self.attention = TritonAttention(
-            config, model.dtype, device, entries=rows, slots=blocks * block_size
+            config,
+            model.dtype,
+            device,
+            entries=rows,
+            slots=blocks * block_size,
+            overlap=self._overlap,
         )
-        self.projections = Projections(model.weights)
+        self.projections = Projections(model.weights, overlap=self._overlap)
         self._entries = Entries.allocate(model, rows)
         self._decode_space = Activations.allocate(model, rows)
         self._prefill_space = Activations.allocate(model, max_prefill_tokens)
@@ -273,6 +280,7 @@ class TritonRunner(Runner):
             count=self._count,
             block_size=state.tables.block_size,
             refill=self.refill,
+            overlap=self._overlap,
         )
         plan = self.attention.plan_decode(
             state.tables, entries.rows, entries.planes, entries.contexts
@@ -287,12 +295,19 @@ class TritonRunner(Runner):
             fresh=entries.fresh,
             weight=weights.layers[0].input_norm,
             eps=self.model.config.rms_norm_eps,
+            overlap=self._overlap,
         )
 
-        def attend(layer: int, queries: Tensor, out: Tensor) -> None:
-            self.attention.decode(plan, queries, out, self.cache, layer)
+        def attend(layer: int) -> None:
+            if self.attention.fuses_rope:
+                self.attention.decode_qkv(
+                    plan, space.qkv, space.attended, self.cache, layer, self._cos_sin
+                )
+                return
+            self._rope_store(space, layer, entries.slots, entries.positions)
+            self.attention.decode(plan, space.queries, space.attended, self.cache, layer)
 
-        self._loop(space, entries.slots, entries.positions, attend)
+        self._loop(space, attend)
         step.end_loop(
             hidden=space.normed,
             gate_weight=weights.exit_gate_weight,
@@ -310,6 +325,7 @@ class TritonRunner(Runner):
             replay=state.replay.view(torch.uint8),
             replay_depths=state.replay_depths,
             exits=entries.exits,
+            overlap=self._overlap,
         )
         step.gather_exits(
             exits=entries.exits,
@@ -318,6 +334,7 @@ class TritonRunner(Runner):
             exit_rows=entries.exit_rows,
             exit_hidden=entries.exit_hidden,
             exit_count=self._exit_count,
+            overlap=self._overlap,
         )
         self._emit(entries)
 
@@ -339,10 +356,13 @@ class TritonRunner(Runner):
             space.hidden.copy_(space.normed)
             norm.rms_norm(space.normed, space.hidden, weights.layers[0].input_norm, eps)
 
-            def attend(layer: int, queries: Tensor, out: Tensor, plane: int = plane) -> None:
-                self.attention.prefill(plan, plane, queries, out, self.cache, layer)
+            def attend(layer: int, plane: int = plane, slots: Tensor = slots) -> None:
+                self._rope_store(space, layer, slots, positions)
+                self.attention.prefill(
+                    plan, plane, space.queries, space.attended, self.cache, layer
+                )
 
-            self._loop(space, slots, positions, attend)
+            self._loop(space, attend)
 
         lasts, end = [], 0
         for chunk in chunks:
@@ -357,33 +377,48 @@ class TritonRunner(Runner):
             self._exit_count.fill_(len(lasts))
             self._emit(entries)
 
-    def _loop(self, space: Activations, slots: Tensor, positions: Tensor, attend: Attend) -> None:
-        """All layers once, from ``hidden`` and its first norm; ends with the final norm.
+    def _rope_store(self, space: Activations, layer: int, slots: Tensor, positions: Tensor) -> None:
+        """``slots``, ``positions`` int32 [T]: where keys and values go, and each token's place."""
+        rope.rope_store(
+            space.queries,
+            space.qkv,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            slots,
+            positions,
+            self._cos_sin,
+            overlap=self._overlap,
+        )
 
-        ``slots``, ``positions`` int32 [T]: where each token's keys and values go, and its place.
-        """
+    def _loop(self, space: Activations, attend: Attend) -> None:
+        """All layers once, from ``hidden`` and its first norm; ends with the final norm."""
         weights, eps = self.model.weights, self.model.config.rms_norm_eps
         layers = weights.layers
         following = [*(layer.input_norm for layer in layers[1:]), weights.norm]
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             self.projections.qkv(index, space.normed, space.qkv)
-            rope.rope_store(
-                space.queries,
-                space.qkv,
-                self.cache.keys[index],
-                self.cache.values[index],
-                slots,
-                positions,
-                self._cos_sin,
-            )
-            attend(index, space.queries, space.attended)
+            attend(index)
             update = self.projections.o(index, space.attended.flatten(1), space.projected)
             norm.add_rms_norm(
-                space.hidden, update, layer.input_norm_2, space.normed, layer.post_norm, eps
+                space.hidden,
+                update,
+                layer.input_norm_2,
+                space.normed,
+                layer.post_norm,
+                eps,
+                overlap=self._overlap,
             )
             self.projections.mlp(index, space.normed, space.gate_up, space.mlp)
             update = self.projections.down(index, space.mlp, space.projected)
-            norm.add_rms_norm(space.hidden, update, layer.post_norm_2, space.normed, next_norm, eps)
+            norm.add_rms_norm(
+                space.hidden,
+                update,
+                layer.post_norm_2,
+                space.normed,
+                next_norm,
+                eps,
+                overlap=self._overlap,
+            )
 
     def _emit(self, entries: Entries) -> None:
         """Logits and a sampled token for every row that exits or ends its prompt."""
@@ -400,6 +435,7 @@ class TritonRunner(Runner):
             seed=state.seed,
             position=state.generated,
             workspace=self._sampling_space,
+            overlap=self._overlap,
         )
         step.emit_tokens(
             exit_rows=entries.exit_rows,
@@ -415,4 +451,5 @@ class TritonRunner(Runner):
             prompt_lengths=state.tables.prompt_lengths,
             decode_slots=state.tables.decode_slots,
             results=self._table,
+            overlap=self._overlap,
         )

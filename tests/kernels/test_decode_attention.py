@@ -45,7 +45,9 @@ def attend(
     """Run ``entries`` (row, plane, context), check what surrounds the result, return it."""
     rows, planes, contexts = (int32(list(column)) for column in zip(*entries, strict=True))
     positions = sum(context for _, _, context in entries)
-    _, heads, head_dim = queries.shape
+    heads, head_dim = queries.shape[1:]
+    if "cos_sin" in choices:
+        heads //= 3  # queries, keys and values
     work = DecodeWork.allocate(
         len(entries),
         max_items or DecodeWork.max_items(len(entries), positions, split, max_split),
@@ -347,3 +349,49 @@ def test_a_graph_replays_with_new_contexts(fused_merge):
         graph.replay()
         entries = [(row, row % 2, context) for row, context in enumerate(values)]
         check(cache, queries, entries, out)
+
+
+def rotate(x: Tensor, cos_sin: Tensor, positions: list[int]) -> Tensor:
+    """FP64 half-split RoPE of x [M, H, D]."""
+    half = x.shape[-1] // 2
+    table = cos_sin.double()[positions][:, None]  # [M, 1, D]
+    cos, sin = table[..., :half], table[..., half:]
+    a, b = x.double()[..., :half], x.double()[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "split"), [(16, 4, 16), (80, 16, 32), (64, 5, 64)]
+)
+def test_rope_and_the_newest_position_within_the_launch(dtype, head_dim, block_size, split):
+    """Contexts that end before, at and past the borders of tiles and parts; one position too."""
+    lengths = [(37, 30), (0, 3), (16, 20), (15, 40), (31, 2)]
+    entries = [(0, 1, 65), (1, 2, 1), (2, 0, 33), (3, 2, 17), (4, 1, 32), (3, 0, 49)]
+    heads = 2
+    cache = make_cache(lengths, head_dim=head_dim, block_size=block_size, dtype=dtype, seed=split)
+    random = torch.Generator().manual_seed(split)
+    qkv = torch.randn(len(entries), 3 * heads, head_dim, generator=random).to(DEVICE, dtype)
+    cos_sin = torch.randn(128, head_dim, generator=random).to(DEVICE)
+    positions = [context - 1 for _, _, context in entries]
+    q = rotate(qkv[:, :heads], cos_sin, positions).to(dtype)
+    k = rotate(qkv[:, heads : 2 * heads], cos_sin, positions).to(dtype)
+    for tensor in (cache.keys, cache.values):  # the newest position of each entry: not there yet
+        for row, plane, context in entries:
+            slot = int(cache.slots[row][plane][context - 1])
+            tensor[slot // block_size, slot % block_size] = float("nan")
+    before = cache.keys.clone(), cache.values.clone()
+    out = attend(cache, qkv, entries, split=split, cos_sin=cos_sin)
+    newest = []
+    for at, (row, plane, context) in enumerate(entries):
+        slot = int(cache.slots[row][plane][context - 1])
+        newest.append(slot)
+        place = slot // block_size, slot % block_size
+        assert_close(cache.keys[place], k[at].double())
+        assert torch.equal(cache.values[place], qkv[at, 2 * heads :])
+        assert_close(out[at], cache.attend(q[at], row, plane, context))
+    for tensor, old in zip((cache.keys, cache.values), before, strict=True):
+        for slot in newest:
+            place = slot // block_size, slot % block_size
+            tensor[place] = old[place]
+        assert torch.equal(tensor.nan_to_num(), old.nan_to_num()), "another slot was written"
