@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,21 @@ class LLM:
                 f"max_model_len {max_model_len} is above the model's {positions} positions"
             )
         text = TextSide.from_folder(model.folder)
-        weights = model.load(self.device, self.dtype)
+        with self._out_of_memory("the weights", "use another device or dtype"):
+            weights = model.load(self.device, self.dtype)
+        with self._out_of_memory(
+            f"the work space of {rows} rows and {batched} tokens a step",
+            "lower max_rows, max_batched_tokens or max_model_len",
+        ):
+            runner = make_runner(
+                self.attention,
+                Ouro(self.config, weights),
+                rows=rows,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+                max_prefill_tokens=batched,
+                refill=schedule != "no-refill",
+            )
         blocks = memory.cache_blocks(
             self.config,
             self.dtype,
@@ -162,27 +177,17 @@ class LLM:
             kv_memory=kv_memory,
             gpu_memory_utilization=gpu_memory_utilization,
         )
+        cache_bytes = blocks * memory.block_bytes(self.config, self.dtype, block_size)
+        with self._out_of_memory(
+            f"a cache of {cache_bytes:,} bytes",
+            "lower kv_memory, kv_tokens or gpu_memory_utilization",
+        ):
+            runner.allocate_cache(blocks)
         self.blocks = BlockManager(blocks, block_size, self.config.loops)
         self.intake = Intake(
             self.config, text, blocks=self.blocks, max_model_len=self.max_model_len, seed=seed
         )
         scheduler = Scheduler(self.blocks, rows=rows, max_batched_tokens=batched)
-        try:
-            runner = make_runner(
-                self.attention,
-                Ouro(self.config, weights),
-                rows=rows,
-                blocks=blocks,
-                block_size=block_size,
-                max_model_len=self.max_model_len,
-                max_prefill_tokens=batched,
-                refill=schedule != "no-refill",
-            )
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise EngineError(
-                f"cannot allocate a cache of {blocks} blocks on {self.device}: {error} (lower"
-                " kv_memory, kv_tokens or gpu_memory_utilization)"
-            ) from error
         self.max_rows = rows
         self.max_batched_tokens = batched
         self.engine: Engine | None = Engine(scheduler, runner)
@@ -195,6 +200,15 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @contextmanager
+    def _out_of_memory(self, what: str, advice: str) -> Iterator[None]:
+        try:
+            yield
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise EngineError(
+                f"{what} cannot be allocated on {self.device}: {error} ({advice})"
+            ) from error
 
     def close(self) -> None:
         """Drop weights and cache; unfinished requests are lost."""

@@ -14,6 +14,7 @@ from ouro_batch.errors import EngineError
 from ouro_batch.model.config import ModelConfig
 
 GIB = 2**30
+GRAPH_BYTES = 512 * 2**20  # CUDA graphs and kernels that are loaded later
 
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
@@ -34,7 +35,7 @@ def cache_blocks(
     kv_memory: float | None,
     gpu_memory_utilization: float,
 ) -> int:
-    """Blocks of the cache, from what was asked for or from what is free (weights are loaded)."""
+    """Blocks of the cache, from what was asked for, or from what weights and work space leave."""
     if kv_tokens is not None and kv_memory is not None:
         raise EngineError("kv_tokens and kv_memory both size the cache: give one of them")
     if not 0 < gpu_memory_utilization <= 1:
@@ -88,8 +89,9 @@ def device_name(device: torch.device) -> str:
 
 def _free_bytes(device: torch.device, gpu_memory_utilization: float) -> float:
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return free - (1 - gpu_memory_utilization) * total
+        return free - (1 - gpu_memory_utilization) * total - GRAPH_BYTES
     return _available_memory() / 4
 
 

@@ -79,6 +79,13 @@ class Runner(ABC):
     """
 
     @abstractmethod
+    def allocate_cache(self, blocks: int) -> None:
+        """Make the pool of ``blocks`` blocks of slots, once, before the first launch.
+
+        It comes after everything else, so that its size can be what is left.
+        """
+
+    @abstractmethod
     def launch(self, plan: StepPlan) -> None:
         """Start one step; returns without waiting for the device."""
 

@@ -21,7 +21,7 @@ class EagerRunner(Runner):
         model: the equations and weights.
         attention: how queries read the cache.
         rows: rows of the decode state, R.
-        blocks, block_size: the pool of key/value slots is ``blocks * block_size`` long.
+        block_size: slots of a block.
         max_model_len: positions a request may have.
         refill: False makes rows wait, once their token has exited, until every running token has.
     """
@@ -32,7 +32,6 @@ class EagerRunner(Runner):
         attention: Attention,
         *,
         rows: int,
-        blocks: int,
         block_size: int,
         max_model_len: int,
         refill: bool = True,
@@ -41,11 +40,16 @@ class EagerRunner(Runner):
         self.model = model
         self.attention = attention
         self.refill = refill
-        self.cache = KVCache.allocate(config, blocks, block_size, model.device, model.dtype)
         self.state = RowState.allocate(
             config, rows, max_model_len, block_size, model.device, model.dtype
         )
         self._launched: deque[StepResult] = deque()
+
+    def allocate_cache(self, blocks: int) -> None:
+        model = self.model
+        self.cache = KVCache.allocate(
+            model.config, blocks, self.state.tables.block_size, model.device, model.dtype
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:

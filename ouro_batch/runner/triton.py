@@ -146,7 +146,7 @@ class TritonRunner(Runner):
     Args:
         model: weights and shapes; its torch arithmetic is not used.
         rows: rows of the decode state, R.
-        blocks, block_size: the pool of key/value slots.
+        block_size: slots of a block.
         max_model_len: positions a request may have.
         max_prefill_tokens: prompt tokens of one step at most.
         refill: False makes rows wait, once their token has exited, until every running token has.
@@ -157,7 +157,6 @@ class TritonRunner(Runner):
         model: Ouro,
         *,
         rows: int,
-        blocks: int,
         block_size: int,
         max_model_len: int,
         max_prefill_tokens: int,
@@ -168,15 +167,6 @@ class TritonRunner(Runner):
         self.refill = refill
         self._overlap = can_overlap(device)
         self.state = RowState.allocate(config, rows, max_model_len, block_size, device, model.dtype)
-        self.cache = KVCache.allocate(config, blocks, block_size, device, model.dtype)
-        self.attention = TritonAttention(
-            config,
-            model.dtype,
-            device,
-            entries=rows,
-            slots=blocks * block_size,
-            overlap=self._overlap,
-        )
         self.projections = Projections(model.weights, overlap=self._overlap)
         self._entries = Entries.allocate(model, rows)
         self._decode_space = Activations.allocate(model, rows)
@@ -193,6 +183,27 @@ class TritonRunner(Runner):
         self._graphs = StepGraphs(self._decode, rows, device)
         self._spare = deque(_PinnedResults(device, rows) for _ in range(3))
         self._launched: deque[_PinnedResults] = deque()
+
+        if device.type == "cuda":
+            self._reserve_library_memory()
+
+    def _reserve_library_memory(self) -> None:
+        """Let cuBLAS take its work space now, before the cache takes what is left."""
+        space = self._prefill_space
+        self.projections.qkv(0, space.normed, space.qkv)
+
+    def allocate_cache(self, blocks: int) -> None:
+        model, block_size = self.model, self.state.tables.block_size
+        config, device, dtype = model.config, model.device, model.dtype
+        self.cache = KVCache.allocate(config, blocks, block_size, device, dtype)
+        self.attention = TritonAttention(
+            config,
+            dtype,
+            device,
+            entries=len(self.state.active),
+            slots=blocks * block_size,
+            overlap=self._overlap,
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
