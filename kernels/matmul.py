@@ -58,7 +58,7 @@ class Tiles:
 
 # (N, K, gated) of 16-bit weights, N being the columns of ``out``.
 _TILES = {
-    (6144, 2048, False): Tiles(128, 2, stages=3),
+    (6144, 2048, False): Tiles(128, 1, stages=4),
     (2048, 2048, False): Tiles(128, 4, stages=5),
     (5632, 2048, True): Tiles(128, 1, stages=3),
     (11264, 2048, False): Tiles(128, 1, stages=6),

@@ -171,13 +171,13 @@ class TritonRunner(Runner):
         self._entries = Entries.allocate(model, rows)
         self._decode_space = Activations.allocate(model, rows)
         self._prefill_space = Activations.allocate(model, max_prefill_tokens)
-        self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._exit_count = torch.zeros(1, dtype=torch.int32, device=device)
         self._sampling_space = torch.empty(
             sampling.workspace_size(rows), dtype=torch.int32, device=device
         )
         self._results = torch.full((3 * rows + 1,), -1, dtype=torch.int32, device=device)
         self._table = self._results[:-1].view(3, rows)
+        self._count = self._results[-1:]  # rows that run
         cos, sin = model.rope(torch.arange(max_model_len, device=device))
         self._cos_sin = torch.cat((cos, sin), dim=1)  # FP32 [positions, D]
         self._graphs = StepGraphs(self._decode, rows, device)
@@ -218,7 +218,6 @@ class TritonRunner(Runner):
             self._count.zero_()
         if plan.chunks:
             self._prefill(plan.chunks)
-        self._results[-1:].copy_(self._count)
         pinned = self._spare.popleft()
         pinned.fetch(self._results)
         self._launched.append(pinned)
@@ -310,7 +309,7 @@ class TritonRunner(Runner):
         )
 
         def attend(layer: int) -> None:
-            if self.attention.fuses_rope:
+            if self.attention.fuses_rope(bucket):
                 self.attention.decode_qkv(
                     plan, space.qkv, space.attended, self.cache, layer, self._cos_sin
                 )
