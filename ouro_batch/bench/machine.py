@@ -51,8 +51,11 @@ def versions() -> dict[str, str | None]:
 def commit(root: Path | None = None) -> str | None:
     """``git describe`` of the source tree, ending in -dirty with uncommitted changes.
 
-    Where ``root`` is no checkout: the variable OURO_BATCH_COMMIT, None where that is not set.
+    The variable OURO_BATCH_COMMIT goes first: a copy of a tree on another machine may not know
+    its own commit. None where neither says.
     """
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named
     root = root or Path(ouro_batch.__file__).parents[1]
     if (root / ".git").exists():
         described = _output(
@@ -60,7 +63,7 @@ def commit(root: Path | None = None) -> str | None:
         )
         if described:
             return described
-    return os.environ.get(COMMIT_VARIABLE) or None
+    return None
 
 
 def process_age_s() -> float | None:
