@@ -141,6 +141,30 @@ def test_serial_runs_one_request_at_a_time(folder):
     assert statistics["rows_in_use"]["max"] == 1
 
 
+@pytest.mark.parametrize(
+    ("schedule", "steps_by_rows"),
+    [
+        ("refill", {"2": 6 * LOOPS}),
+        # In each cohort the shallow row runs one loop and waits for the deep one's others.
+        ("no-refill", {"2": 6, "1": 6 * (LOOPS - 1) + 6 * LOOPS - 6}),
+        ("serial", {"1": 12 * LOOPS}),
+    ],
+)
+def test_a_row_whose_token_has_exited_goes_on_or_waits(folder, schedule, steps_by_rows):
+    """One request of shallow tokens and one of deep tokens, of as many loops together."""
+    llm = LLM(folder, schedule=schedule, max_rows=2)
+    shallow, deep = 6 * LOOPS, 6
+    params = [
+        SamplingParams(
+            max_tokens=tokens + 1, ignore_eos=True, exit_depths=[LOOPS] + [depth] * tokens
+        )
+        for tokens, depth in [(shallow, 1), (deep, LOOPS)]
+    ]
+    outputs = llm.generate([[1, 2], [3, 4]], params)
+    assert [o.usage.loops for o in outputs] == [shallow, shallow]
+    assert llm.statistics()["rows_in_use"]["steps_by_rows"] == steps_by_rows
+
+
 def test_rows_in_use_counts_what_ran(folder):
     """no-refill: four rows start each token together; one of them leaves after loop 1."""
     llm = LLM(folder, schedule="no-refill", max_rows=4)

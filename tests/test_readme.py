@@ -41,7 +41,7 @@ def test_every_sampling_field_is_named():
 
 
 def test_options_in_the_readme_exist():
-    source = (ROOT / "ouro_batch" / "cli" / "run.py").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "ouro_batch" / "cli").glob("*.py"))
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) - {"--index-url", "--help"}:
         assert f'"{option}"' in source, option
 

@@ -43,11 +43,12 @@ def test_philox_known_answers(counter, key, expected):
 
 
 def test_noise_is_finite_and_differs_by_seed_and_position():
-    seeds = torch.tensor([0, 1, 2**63 - 1, 0])
-    noise = gumbel_noise(seeds, torch.tensor([0, 0, 0, 1]), 50_001)
-    assert noise.shape == (4, 50_001)
+    # One that differs in the low word, one in the high word, one in both, one in the position.
+    seeds = torch.tensor([0, 1, 2**32, 2**63 - 1, 0])
+    noise = gumbel_noise(seeds, torch.tensor([0, 0, 0, 0, 1]), 50_001)
+    assert noise.shape == (5, 50_001)
     assert noise.isfinite().all()
-    assert len(torch.unique(noise, dim=0)) == 4
+    assert len(torch.unique(noise, dim=0)) == 5
     # mean and variance of the standard Gumbel distribution
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.02)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.03)
