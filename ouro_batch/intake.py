@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,8 @@ class Intake:
     def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.text.require_tokenizer().encode(prompt)
+        if not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}")
         tokens = list(prompt)
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int):

@@ -28,7 +28,7 @@ from ouro_batch.options import (
     resolve_device,
     resolve_dtype,
 )
-from ouro_batch.params import RequestOutput, SamplingParams
+from ouro_batch.params import MAX_SEED, RequestOutput, SamplingParams
 from ouro_batch.runner.base import Runner
 
 __all__ = ["LLM", "EngineSnapshot", "RequestOutput", "SamplingParams"]
@@ -123,6 +123,8 @@ class LLM:
             ("max_model_len", max_model_len),
         ]:
             check_positive(name, value)
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+            raise EngineError(f"seed must be an integer from 0 to {MAX_SEED}, got {seed!r}")
         self.seed = seed
         self.device = resolve_device(device)
         self.attention = resolve_attention(attention, self.device)

@@ -10,6 +10,9 @@ from ouro_batch.errors import RequestError
 
 MAX_STOP_TOKEN_IDS = 16
 MAX_SEED = 2**63 - 1
+# What a device's row can hold: int32 and FP32.
+MAX_INT = 2**31 - 1
+MAX_FLOAT = 3.4e38
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -20,9 +23,15 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
         raise RequestError(f"{name} must be {limit}, got {value}")
 
 
-def _check_float(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}")
+def _finite(name: str, value: object) -> float:
+    try:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+    except OverflowError:  # an integer beyond the largest float
+        pass
+    raise RequestError(f"{name} must be a finite number, got {value!r}")
 
 
 def _tuple_of(name: str, value: object, kind: type) -> tuple:
@@ -81,13 +90,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1)
-        _check_float("temperature", self.temperature)
-        if self.temperature < 0:
-            raise RequestError(f"temperature must be at least 0, got {self.temperature}")
-        _check_float("top_p", self.top_p)
+        object.__setattr__(self, "temperature", _finite("temperature", self.temperature))
+        if not 0 <= self.temperature <= MAX_FLOAT:
+            raise RequestError(
+                f"temperature must be from 0 to {MAX_FLOAT:g}, got {self.temperature}"
+            )
+        object.__setattr__(self, "top_p", _finite("top_p", self.top_p))
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        _check_int("top_k", self.top_k, 0)
+        _check_int("top_k", self.top_k, 0, MAX_INT)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
         object.__setattr__(self, "stop", _tuple_of("stop", self.stop, str))
@@ -104,12 +115,13 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
         if self.exit_threshold is not None:
-            _check_float("exit_threshold", self.exit_threshold)
-            if self.exit_threshold < 0:
+            threshold = _finite("exit_threshold", self.exit_threshold)
+            object.__setattr__(self, "exit_threshold", threshold)
+            if threshold < 0:
                 raise RequestError(f"exit_threshold must be at least 0, got {self.exit_threshold}")
-        _check_int("min_loops", self.min_loops, 1)
+        _check_int("min_loops", self.min_loops, 1, MAX_INT)
         if self.max_loops is not None:
-            _check_int("max_loops", self.max_loops, 1)
+            _check_int("max_loops", self.max_loops, 1, MAX_INT)
             if self.max_loops < self.min_loops:
                 raise RequestError(
                     f"max_loops {self.max_loops} is below min_loops {self.min_loops}"

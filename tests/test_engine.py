@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -123,6 +125,20 @@ def test_bypass_is_bounded(folder, monkeypatch):
     assert len(ahead) <= 3 + 1  # those that passed it; one may already have run beside the first
 
 
+def test_a_step_never_holds_more_tokens_than_allowed(folder, monkeypatch):
+    llm = LLM(folder, max_rows=3, max_batched_tokens=6)
+    launch, steps = llm.engine.runner.launch, []
+
+    def count(plan):
+        steps.append((plan.decode_rows, sum(len(chunk.tokens) for chunk in plan.chunks)))
+        launch(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", count)
+    llm.generate([[1] * length for length in (5, 30, 9, 17, 2)], full_depth(8))
+    assert max(decode + prefill for decode, prefill in steps) == 6
+    assert any(decode and prefill for decode, prefill in steps)
+
+
 def test_decode_goes_on_while_a_long_prompt_is_prefilled(folder):
     llm = LLM(folder, max_rows=2, max_batched_tokens=6)
     short = llm.add_request([1], full_depth(8))
@@ -208,6 +224,7 @@ def test_replay_follows_the_given_depths(folder):
     ("prompt", "params", "message"),
     [
         ([], {}, "empty"),
+        (7, {}, "a prompt must be text or a list of token ids, got 7"),
         ([48], {}, "token id 48 is outside the vocabulary of 48"),
         ([-1], {}, "token id -1 is outside"),
         ([True], {}, "no integer"),
@@ -227,6 +244,21 @@ def test_a_request_that_cannot_run_is_refused_and_nothing_is_queued(
     with pytest.raises(RequestError, match=message):
         llm.add_request(prompt, SamplingParams(**params))
     assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**63, 10**400, 1e39, 1e300, 5e-324])
+@pytest.mark.parametrize(
+    "name",
+    ["temperature", "top_p", "top_k", "seed", "exit_threshold", "min_loops", "max_loops"],
+)
+def test_no_value_of_one_request_stops_the_engine(folder, name, value):
+    """A value that a row on the device cannot hold is refused before it gets there."""
+    llm = LLM(folder)
+    llm.add_request([1, 2], full_depth(3))
+    fields = {"temperature": 1.0, "exit_threshold": 0.5, name: value}
+    with contextlib.suppress(RequestError):
+        llm.add_request([1], SamplingParams(max_tokens=3, ignore_eos=True, **fields))
+    assert {len(output.token_ids) for output in drain(llm)} == {3}
 
 
 def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
@@ -254,6 +286,8 @@ def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"max_model_len": 1000}, "max_model_len 1000 is above the model's 256 positions"),
         ({"loops": 0}, "loops must be"),
+        ({"seed": -1}, "seed must be an integer from 0"),
+        ({"seed": "x"}, "seed must be an integer from 0"),
     ],
 )
 def test_options_that_cannot_run_are_refused_by_name(folder, options, message):
