@@ -18,9 +18,10 @@ MAX_FLOAT = 3.4e38
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be {limit}, got {value}")
+    if value < low:
+        raise RequestError(f"{name} must be at least {low}, got {value}")
+    if high is not None and value > high:
+        raise RequestError(f"{name} must be at most {high}, got {value}")
 
 
 def _finite(name: str, value: object) -> float:
@@ -91,10 +92,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1)
         object.__setattr__(self, "temperature", _finite("temperature", self.temperature))
-        if not 0 <= self.temperature <= MAX_FLOAT:
-            raise RequestError(
-                f"temperature must be from 0 to {MAX_FLOAT:g}, got {self.temperature}"
-            )
+        if self.temperature < 0:
+            raise RequestError(f"temperature must be at least 0, got {self.temperature}")
+        if self.temperature > MAX_FLOAT:
+            raise RequestError(f"temperature must be at most {MAX_FLOAT}, got {self.temperature}")
         object.__setattr__(self, "top_p", _finite("top_p", self.top_p))
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")

@@ -117,7 +117,7 @@ def test_wrong_use_is_status_2_on_standard_error(invoke, arguments):
     ("arguments", "message"),
     [
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
-        (["--temperature", "-0.5"], "temperature must be from 0, got -0.5"),
+        (["--temperature", "-0.5"], "temperature must be at least 0, got -0.5"),
         (["--top-p", "1.5"], "top_p must be above 0 and at most 1, got 1.5"),
         (["--top-k", "-1"], "top_k must be at least 0"),
         (["--exit-threshold", "-1"], "exit_threshold must be at least 0"),

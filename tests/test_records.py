@@ -107,7 +107,7 @@ def test_own_fields_win_over_defaults():
         ({"prompt": "a", "zzz": 5}, "unknown field 'zzz'; known are id, prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be at least 1"),
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens must be an integer"),
-        ({"prompt": "a", "temperature": -1}, "temperature must be from 0"),
+        ({"prompt": "a", "temperature": -1}, "temperature must be at least 0"),
         ({"prompt": "a", "stop": [1]}, "stop must hold only str"),
         ({"prompt": "a", "n": 2}, "n is not supported yet"),
         ({"prompt": "a", "logprobs": 2}, "logprobs is not supported yet"),
