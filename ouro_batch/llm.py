@@ -18,6 +18,7 @@ from ouro_batch.engine.scheduler import Scheduler
 from ouro_batch.environment import versions
 from ouro_batch.errors import EngineError, RequestError
 from ouro_batch.intake import Intake, Messages, TextSide, output_of
+from ouro_batch.model.files import fingerprint
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.model.source import CheckpointSource, ModelSource
 from ouro_batch.options import (
@@ -367,6 +368,7 @@ class LLM:
             "model": {
                 "name": self.source.name,
                 "revision": self.source.revision,
+                "fingerprint": self.source.folder and fingerprint(self.source.folder),
                 "config": asdict(self.config),
             },
             "device": memory.device_name(self.device),

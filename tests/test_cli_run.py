@@ -42,12 +42,14 @@ def run(folder, *arguments, model="x", **options):
 
 
 def start(folder, *arguments, model="slow"):
+    # Where the tests themselves run in the background, Ctrl-C would be ignored.
     return subprocess.Popen(
         [*COMMAND, *arguments, "-m", model],
         cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
@@ -224,7 +226,7 @@ def test_a_terminal_gets_the_live_display_and_a_coloured_preview(folder):
         (["in.jsonl", "-o", "."], "it is a folder"),
         (["in.jsonl", "-o", "/proc/out"], "cannot write /proc/out"),
         (["in.jsonl", "-o", "old"], "old exists (give --overwrite"),
-        (["in.jsonl", "-o", "torn"], "torn.part exists, left by a job that did not finish"),
+        (["in.jsonl", "-o", "torn"], "torn.part is no file of ouro-batch (move it away"),
     ],
 )
 def test_wrong_use_is_status_2_before_the_model_is_loaded(folder, arguments, message):
@@ -249,7 +251,11 @@ def test_appending_to_the_input_is_refused(folder):
 def test_overwrite_replaces(folder):
     (folder / "out").write_text("old\n")
     (folder / "out.part").write_text("old\n")
-    assert run(folder, "in.jsonl", "-o", "out", "--overwrite").returncode == 0
+    assert run(folder, "in.jsonl", "-o", "out", "--overwrite").returncode == 2
+    arguments = ("in.jsonl", "-o", "out", "--overwrite", "--resume", "never")
+    assert run(folder, *arguments, model="missing").returncode == 3
+    assert (folder / "out.part").read_text() == (folder / "out").read_text() == "old\n"
+    assert run(folder, *arguments).returncode == 0
     assert len(lines((folder / "out").read_bytes())) == 6
     assert "out.part" not in names(folder)
 
@@ -260,6 +266,11 @@ def test_unwritable_folder(folder):
     result = run(folder, "in.jsonl", "-o", "locked/out")
     assert result.returncode == 2
     assert b"not writable" in result.stderr
+
+
+def part_entries(folder):
+    """The records of out.part, without its header."""
+    return lines((folder / "out.part").read_bytes())[1:]
 
 
 @pytest.mark.parametrize("model", ["missing", "no-device"])
@@ -277,7 +288,7 @@ def test_an_engine_that_breaks_keeps_what_has_finished(folder):
     assert b"error: the engine stopped: out of memory" in result.stderr
     assert b"1 finished records are in" in result.stderr
     assert names(folder) == ["in.jsonl", "out.part"]
-    assert [record["text"] for record in lines((folder / "out.part").read_bytes())] == ["AB"]
+    assert [entry["record"]["text"] for entry in part_entries(folder)] == ["AB"]
 
 
 def test_a_program_error_is_not_mistaken_for_failed_records(folder):
@@ -305,14 +316,16 @@ def test_interrupted_is_status_130_and_keeps_what_has_finished(folder, number):
     write(folder / "in.jsonl", [{"prompt": "abc"}] * 3 + [{"prompt": "x" * 5000}] * 9)
     job = start(folder, "in.jsonl", "-o", "out", "--max-tokens", "9999")
     part = folder / "out.part"
-    wait_for(lambda: part.exists() and part.read_bytes().count(b"\n") == 3)
+    wait_for(lambda: part.exists() and part.read_bytes().count(b"\n") == 4)
     job.send_signal(number)
     output, errors = job.communicate(timeout=10)
     assert job.returncode == 130
     assert output == b""
-    assert re.search(rb"interrupted\n3 finished records are in .*/out.part\n$", errors)
+    assert re.search(
+        rb"interrupted\n3 finished records are in .*/out.part; the same command goes on", errors
+    )
     assert names(folder) == ["in.jsonl", "out.part"]
-    assert [record["text"] for record in lines(part.read_bytes())] == ["ABC"] * 3
+    assert [entry["record"]["text"] for entry in part_entries(folder)] == ["ABC"] * 3
 
 
 def test_interrupted_while_waiting_for_standard_input(folder):

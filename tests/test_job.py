@@ -13,7 +13,7 @@ from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.job import Job
 from ouro_batch.jobs.reader import LineReader, check_inputs, count_records, read_lines
 from ouro_batch.jobs.statistics import JobCounts, job_statistics
-from ouro_batch.jobs.writer import FileWriter, check_apart, open_writer, write_atomically
+from ouro_batch.jobs.writer import check_apart, open_writer, write_atomically
 from tests.fakes import FakeLLM
 
 
@@ -22,7 +22,10 @@ class ListWriter:
         self.records = []
         self.written = 0
 
-    def write(self, record):
+    def kept(self, line, input_hash):
+        return None
+
+    def write(self, record, input_hash):
         self.records.append(record)
         self.written += 1
 
@@ -194,13 +197,20 @@ def record(index):
 
 
 def indices(path):
-    return [orjson.loads(line)["index"] for line in path.read_bytes().splitlines()]
+    entries = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    return [entry["index"] for entry in entries if "index" in entry]
+
+
+def begun(*arguments, **options):
+    writer = open_writer(*arguments, **options)
+    writer.begin({"model": "m"})
+    return writer
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1], []])
 def test_records_end_in_input_order(tmp_path, order):
     out = tmp_path / "out"
-    writer = FileWriter(str(out))
+    writer = begun(str(out))
     for index in order:
         writer.write(record(index))
     assert indices(writer.part) == order
@@ -211,24 +221,24 @@ def test_records_end_in_input_order(tmp_path, order):
 
 
 def test_finished_records_are_kept_in_the_part(tmp_path):
-    writer = FileWriter(str(tmp_path / "out"))
+    writer = begun(str(tmp_path / "out"))
     writer.write(record(1))
     assert writer.keep() == str(tmp_path / "out.part")
     assert indices(tmp_path / "out.part") == [1]
 
 
 def test_an_empty_part_is_not_left_behind(tmp_path):
-    assert FileWriter(str(tmp_path / "out")).keep() is None
+    assert begun(str(tmp_path / "out")).keep() is None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["out", "out.part"])
-def test_existing_output_is_refused_unless_overwritten(tmp_path, name):
-    (tmp_path / name).write_text("old")
+def test_existing_output_is_refused_unless_overwritten(tmp_path):
+    (tmp_path / "out").write_text("old")
     with pytest.raises(UsageError, match=r"exists.*--overwrite"):
         open_writer(str(tmp_path / "out"))
-    assert (tmp_path / name).read_text() == "old"
-    writer = open_writer(str(tmp_path / "out"), overwrite=True)
+    assert (tmp_path / "out").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    writer = begun(str(tmp_path / "out"), overwrite=True)
     writer.write(record(0))
     writer.finish()
     assert indices(tmp_path / "out") == [0]
@@ -236,7 +246,7 @@ def test_existing_output_is_refused_unless_overwritten(tmp_path, name):
 
 def test_overwriting_keeps_the_old_output_until_the_end(tmp_path):
     (tmp_path / "out").write_text("old")
-    writer = open_writer(str(tmp_path / "out"), overwrite=True)
+    writer = begun(str(tmp_path / "out"), overwrite=True)
     writer.write(record(0))
     assert (tmp_path / "out").read_text() == "old"
     writer.keep()
@@ -245,7 +255,7 @@ def test_overwriting_keeps_the_old_output_until_the_end(tmp_path):
 def test_a_link_keeps_pointing_to_the_output(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    writer = open_writer(str(tmp_path / "link"), overwrite=True)
+    writer = begun(str(tmp_path / "link"), overwrite=True)
     writer.write(record(0))
     writer.finish()
     assert (tmp_path / "link").is_symlink()
@@ -253,7 +263,7 @@ def test_a_link_keeps_pointing_to_the_output(tmp_path):
 
 
 def test_full_disk_leaves_whole_records(tmp_path, monkeypatch):
-    writer = FileWriter(str(tmp_path / "out"))
+    writer = begun(str(tmp_path / "out"))
     writer.write(record(0))
     real = os.write
 
@@ -271,7 +281,7 @@ def test_full_disk_leaves_whole_records(tmp_path, monkeypatch):
 
 
 def test_a_device_is_written_to_and_never_replaced():
-    writer = open_writer("/dev/null", overwrite=True)
+    writer = begun("/dev/null", overwrite=True)
     writer.write(record(0))
     writer.finish()
     assert not os.path.isfile("/dev/null")
@@ -279,7 +289,7 @@ def test_a_device_is_written_to_and_never_replaced():
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_full_stream():
-    writer = open_writer("/dev/full")
+    writer = begun("/dev/full")
     with pytest.raises(FileError, match="No space left"):
         writer.write(record(0))
 
@@ -339,4 +349,4 @@ def test_statistics_count_decode_tokens_only(tmp_path):
 def test_statistics_of_nothing_divide_by_nothing():
     counts = JobCounts()
     assert counts.mean_exit_depth is None
-    assert counts.per_second(5) == 0.0
+    assert counts.per_second("completion_tokens") == 0.0

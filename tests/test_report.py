@@ -229,9 +229,11 @@ def test_memory_stays_flat(tmp_path):
 
 def test_a_job_that_was_cut_off(tmp_path):
     out = Path(make_output(tmp_path / "out"))
-    whole = out.read_bytes()
+    whole = out.read_bytes().splitlines()
     part = tmp_path / "cut.part"
-    part.write_bytes(b'{"ouro_batch": 1, "model": "nowhere/at-all", "loops": 4}\n' + whole[:-20])
+    header = b'{"ouro_batch_part":1,"settings":{"model":"nowhere/at-all","loops":4}}\n'
+    entries = [b'{"index":%d,"hash":"0","record":%s}\n' % (n, r) for n, r in enumerate(whole)]
+    part.write_bytes(header + b"".join(entries)[:-20])
     numbers = numbers_of(str(tmp_path / "cut"))["runs"][0]
     assert numbers["requests"]["ok"] == 10
     assert numbers["model"] == "nowhere/at-all"

@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from ouro_batch.errors import ModelError
 from ouro_batch.model.config import ModelConfig
+from ouro_batch.model.files import SAMPLE_BYTES, SAMPLES, fingerprint
 from ouro_batch.model.weights import load_weights
 
 ORACLE = Path(__file__).parent / "data" / "oracle"
 CPU = torch.device("cpu")
+
+from .tiny import write_checkpoint
 
 
 @pytest.fixture
@@ -304,3 +307,20 @@ def expected_tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
             shapes[f"{at}mlp.{part}_proj.weight"] = (c.intermediate_size, c.hidden_size)
         shapes[f"{at}mlp.down_proj.weight"] = (c.hidden_size, c.intermediate_size)
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def test_fingerprint_tells_checkpoints_apart(tmp_path):
+    folder = write_checkpoint(tmp_path / "a")
+    first = fingerprint(folder)
+    assert fingerprint(write_checkpoint(tmp_path / "b")) == first
+    assert fingerprint(write_checkpoint(tmp_path / "c", seed=1)) != first
+    (folder / "notes.txt").write_text("not of the model")
+    assert fingerprint(folder) == first
+    (folder / "config.json").write_text("{}")
+    assert fingerprint(folder) != first
+    large = bytearray(3 * SAMPLES * SAMPLE_BYTES)
+    (folder / "large.safetensors").write_bytes(large)
+    before = fingerprint(folder)
+    large[-1] = 1
+    (folder / "large.safetensors").write_bytes(large)
+    assert fingerprint(folder) != before

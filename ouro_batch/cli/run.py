@@ -38,6 +38,12 @@ class Attention(str, Enum):
     triton = "triton"
 
 
+class Resume(str, Enum):
+    auto = "auto"
+    force = "force"
+    never = "never"
+
+
 class Dtype(str, Enum):
     auto = "auto"
     float32 = "float32"
@@ -99,6 +105,16 @@ def run(
     overwrite: Annotated[
         bool, _option(FILES, "--overwrite", help="Replace an output that exists.")
     ] = False,
+    resume: Annotated[
+        Resume,
+        _option(
+            FILES,
+            "--resume",
+            help="What becomes of records that an unfinished job left in OUTPUT.part. auto: they"
+            " are kept and the rest is run, if model, settings and lines are the same; force:"
+            " even where settings differ, and changed lines are run again; never: start anew.",
+        ),
+    ] = Resume.auto,
     token_ids: Annotated[
         bool, _option(FILES, "--token-ids", help="Put token ids into the output records.")
     ] = False,
@@ -377,6 +393,7 @@ def run(
         recorded={"model": model, **engine},
         token_ids=token_ids,
         overwrite=overwrite,
+        resume=resume.value,
         quiet=quiet,
         statistics=stats,
         preview=preview,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +64,7 @@ class BatchOptions:
     recorded: Mapping[str, Any] = field(default_factory=dict)
     token_ids: bool = False
     overwrite: bool = False
+    resume: str = "auto"
     quiet: bool = False
     statistics: str | None = None
     preview: int | None = None
@@ -83,7 +85,7 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
     check_apart(options.inputs, options.output, statistics)
     for target in [*([] if stream else [options.output]), *([statistics] if statistics else [])]:
         check_writable(target)
-    writer = open_writer(options.output, overwrite=options.overwrite)
+    writer = open_writer(options.output, overwrite=options.overwrite, resume=options.resume)
     with Interrupt() as interrupt:
         try:
             return _Batch(options, statistics, writer, interrupt, console).run(load)
@@ -127,9 +129,14 @@ class _Batch:
         try:
             about = llm.describe()
             loops = about["loops"]
+            self._writer.begin(self._settings(about))
+            if self._writer.written and not options.quiet:
+                self._console.print(
+                    Text(f"resuming: {self._writer.written:,} records are done"), soft_wrap=True
+                )
             title = JobTitle(options.model, about["device"], about["schedule"], loops, total)
             job = self._run_job(llm, title)
-            self._writer.finish()
+            self._writer.finish(job.lines)
             places = [] if is_stream(options.output) else [("records", options.output)]
             if self._statistics is not None:
                 self._write_statistics(llm, job.counts, load_s)
@@ -140,6 +147,21 @@ class _Batch:
         finally:
             llm.close()
         return ExitStatus.SOME_FAILED if job.counts.failed else ExitStatus.DONE
+
+    def _settings(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """What decides results: a job that is resumed must have been begun with the same."""
+        model = about["model"]
+        named = ("dtype", "loops", "max_model_len", "seed")
+        return {
+            "model": os.path.realpath(model["name"])
+            if os.path.isdir(model["name"])
+            else model["name"],
+            "revision": model.get("revision"),
+            "checkpoint": model.get("fingerprint"),
+            **{name: about.get(name) for name in named},
+            **self._options.sampling,
+            "token_ids": self._options.token_ids,
+        }
 
     def _run_job(self, llm: LLM, title: JobTitle) -> Job:
         options = self._options
@@ -207,4 +229,7 @@ def _stopped(console: Console, why: str, writer: Writer) -> None:
     console.print(Text(why, "bold red" if why.startswith("error") else "bold"), soft_wrap=True)
     place = writer.keep()
     if place is not None:
-        console.print(Text(f"{writer.written:,} finished records are in {place}"), soft_wrap=True)
+        records = f"{writer.written:,} finished records are in {place}"
+        if place.endswith(".part"):
+            records += "; the same command goes on from there"
+        console.print(Text(records), soft_wrap=True)

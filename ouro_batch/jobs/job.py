@@ -11,7 +11,14 @@ from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.preview import Answer
 from ouro_batch.jobs.progress import Progress, QuietProgress
 from ouro_batch.jobs.reader import Line, LineReader
-from ouro_batch.jobs.records import Record, RecordError, error_record, parse_record, result_record
+from ouro_batch.jobs.records import (
+    Record,
+    RecordError,
+    error_record,
+    input_hash,
+    parse_record,
+    result_record,
+)
 from ouro_batch.jobs.statistics import JobCounts
 from ouro_batch.jobs.writer import Writer
 from ouro_batch.params import RequestOutput
@@ -62,7 +69,8 @@ class Job:
         self._progress = progress or QuietProgress()
         self._interrupt = interrupt or Interrupt()
         self._keep_first = keep_first
-        self._running: dict[int, Record] = {}
+        self.lines = 0  # of the input so far
+        self._running: dict[int, tuple[Record, int]] = {}
 
     def run(self) -> JobCounts:
         """Run to the end of the input.
@@ -102,10 +110,16 @@ class Job:
             room -= 1
 
     def _add(self, line: Line) -> None:
+        self.lines += 1
         try:
             record = parse_record(line, self._defaults)
         except RecordError as error:
-            self._fail(line, error.id, error)
+            line_hash = input_hash(line, None)
+            if not self._keep(line, line_hash):
+                self._fail(line, error.id, error, line_hash)
+            return
+        line_hash = input_hash(line, record)
+        if self._keep(line, line_hash):
             return
         try:
             if record.messages is None:
@@ -118,19 +132,28 @@ class Job:
                     index=record.index,
                 )
         except RequestError as error:
-            self._fail(line, record.id, error)
+            self._fail(line, record.id, error, line_hash)
             return
-        self._running[request_id] = record
+        self._running[request_id] = record, line_hash
+
+    def _keep(self, line: Line, line_hash: int) -> bool:
+        """Count what an earlier run has made of a line, if it has."""
+        kept = self._writer.kept(line, line_hash)
+        if kept is None:
+            return False
+        self.counts.add_record(kept)
+        return True
 
     def _finish(self, output: RequestOutput) -> None:
-        record = self._running.pop(output.request_id)
-        self._writer.write(result_record(record, output, token_ids=self._token_ids))
+        record, line_hash = self._running.pop(output.request_id)
+        self._writer.write(result_record(record, output, token_ids=self._token_ids), line_hash)
         self.counts.add_output(output)
         if record.index < self._keep_first:
             self.answers[record.index] = Answer(record, output)
 
-    def _fail(self, line: Line, record_id: Any, error: RequestError) -> None:
-        self._writer.write(error_record(line, record_id, error, name_file=self._name_files))
+    def _fail(self, line: Line, record_id: Any, error: RequestError, line_hash: int) -> None:
+        record = error_record(line, record_id, error, name_file=self._name_files)
+        self._writer.write(record, line_hash)
         self.counts.add_error(error.type)
 
     def _abort(self) -> None:

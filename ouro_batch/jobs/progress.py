@@ -217,7 +217,7 @@ def print_summary(
     records.append(f" in {duration(counts.seconds)}", "not bold default")
     lines = [("requests", records)]
     if counts.ok:
-        rate = Text(f"{counts.per_second(counts.completion_tokens):,.0f} tokens/s", "bold")
+        rate = Text(f"{counts.per_second('completion_tokens'):,.0f} tokens/s", "bold")
         rate.append(
             f"  {counts.completion_tokens:,} tokens generated, {counts.prompt_tokens:,} in prompts",
             "not bold",

@@ -9,6 +9,7 @@ An input record is a JSON object::
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,25 @@ def parse_record(line: Line, defaults: Mapping[str, Any]) -> Record:
         return _record(line, record_id, fields, defaults)
     except RequestError as error:
         raise RecordError(str(error), error.type, record_id) from None
+
+
+def input_hash(line: Line, record: Record | None) -> int:
+    """64 bits of what a line asks for, whatever its spelling; of its bytes where it is no record.
+
+    Equal lines ask for the same only under the same defaults.
+    """
+    data = line.data
+    if record is not None:
+        fields = (
+            record.id,
+            record.prompt,
+            record.messages,
+            record.chat_template_kwargs,
+            dict(vars(record.params)),
+            record.metadata,
+        )
+        data = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def result_record(record: Record, output: RequestOutput, *, token_ids: bool) -> dict[str, Any]:

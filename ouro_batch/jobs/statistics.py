@@ -62,6 +62,7 @@ class JobCounts:
 
     ok: int = 0
     failed: int = 0
+    resumed: JobCounts | None = None  # those of them that an earlier run has made
     prompt_tokens: int = 0
     completion_tokens: int = 0
     exit_depths: Counter[int] = field(default_factory=Counter)
@@ -95,6 +96,21 @@ class JobCounts:
         self.finish_reasons[output.finish_reason] += 1
         self._tick()
 
+    def add_record(self, record: Mapping[str, Any]) -> None:
+        """An output record that an earlier run has made."""
+        if self.resumed is None:
+            self.resumed = JobCounts()
+        for counts in (self, self.resumed):
+            if "error" in record:
+                counts.failed += 1
+                counts.errors[record["error"]["type"]] += 1
+                continue
+            counts.ok += 1
+            counts.prompt_tokens += record["usage"]["prompt_tokens"]
+            counts.completion_tokens += record["usage"]["completion_tokens"]
+            counts.exit_depths.update(record["exit_depths"][1:])
+            counts.finish_reasons[record["finish_reason"]] += 1
+
     def add_error(self, kind: str) -> None:
         self.failed += 1
         self.errors[kind] += 1
@@ -104,8 +120,9 @@ class JobCounts:
         """Note where the job stands; called at every step, cheap."""
         self.timeline.observe(time.perf_counter() - self.started, self.done, engine)
 
-    def per_second(self, count: int) -> float:
-        """A rate over the time from the start to the last finished record."""
+    def per_second(self, name: str) -> float:
+        """A count of this run's own records, over the time from the start to the last of them."""
+        count = getattr(self, name) - (getattr(self.resumed, name) if self.resumed else 0)
         return count / self.seconds if self.seconds > 0 else 0.0
 
     def _tick(self) -> None:
@@ -128,6 +145,7 @@ def job_statistics(
             "total": counts.done,
             "ok": counts.ok,
             "failed": counts.failed,
+            "resumed": counts.resumed.done if counts.resumed else 0,
             "finish_reasons": dict(counts.finish_reasons),
             "errors": dict(counts.errors),
         },
@@ -139,8 +157,8 @@ def job_statistics(
         "loops_decoded": counts.decode_loops,
         "seconds": {"load": load_s, "run": counts.seconds},
         "tokens_per_second": {
-            "prompt": counts.per_second(counts.prompt_tokens),
-            "completion": counts.per_second(counts.completion_tokens),
+            "prompt": counts.per_second("prompt_tokens"),
+            "completion": counts.per_second("completion_tokens"),
         },
         "exit_depth": {
             "mean": counts.mean_exit_depth,

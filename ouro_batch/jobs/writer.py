@@ -1,7 +1,8 @@
 """Writes a job's output records: into a file in input order, or to a stream as they finish.
 
-While a job runs, finished records are appended to ``OUT.part``. At its end they become ``OUT`` in
-input order, at once: ``OUT`` never holds half a job.
+While a job runs, finished records are appended to ``OUT.part`` (``part.py``). At its end they
+become ``OUT`` in input order, at once: ``OUT`` never holds half a job. What is in the part when a
+job begins was made by an earlier run of it, and is not made again.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -18,7 +18,8 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 
 from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
-from ouro_batch.jobs.reader import STDIN
+from ouro_batch.jobs.part import PartFile
+from ouro_batch.jobs.reader import STDIN, Line
 
 STDOUT = "-"
 
@@ -27,11 +28,18 @@ class Writer(Protocol):
     """Where output records go."""
 
     written: int
+    resumed: int  # records of an earlier run whose lines have come by
 
-    def write(self, record: dict[str, Any]) -> None:
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Before the first record; ``settings`` decide results."""
+
+    def kept(self, line: Line, input_hash: int) -> dict[str, Any] | None:
+        """The record that an earlier run made of a line, None where there is none."""
+
+    def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         """Take one record. Raises FileError or OutputClosed where it cannot be written."""
 
-    def finish(self) -> None:
+    def finish(self, lines: int | None = None) -> None:
         """All records were written. Raises FileError where they cannot be put in place."""
 
     def keep(self) -> str | None:
@@ -41,91 +49,146 @@ class Writer(Protocol):
 class FileWriter:
     """Appends to ``OUT.part``, and puts the records into ``OUT`` in input order at the end.
 
+    A part that an earlier run of the same job left is taken up: ``begin`` says how.
+
     Raises:
-        UsageError: ``OUT`` or ``OUT.part`` exists and ``overwrite`` is False, or cannot be made.
+        UsageError: ``OUT`` exists and ``overwrite`` is False, another job writes it, it cannot be
+            made, or the part is damaged.
     """
 
-    def __init__(self, output: str, *, overwrite: bool = False):
+    def __init__(self, output: str, *, overwrite: bool = False, resume: str = "auto"):
         # A link stays a link: what it points to is replaced.
         self.path = Path(os.path.realpath(output))
-        self.part = self.path.with_name(self.path.name + ".part")
-        self.written = 0
+        self.resumed = 0  # records that were there and whose lines have come by
+        self._resume = resume
         self._finished = False
-        self._end = 0  # bytes of whole records
-        self._index = array("Q")  # of each record in the order written
-        self._start = array("Q")
-        if self.path.exists() and not overwrite:
+        self._part = PartFile(
+            self.path.with_name(self.path.name + ".part"), unread=resume == "never"
+        )
+        header = self._part.header
+        # A part that was to replace OUT, or whose records are all there already, is this job's.
+        ours = header is not None and (header["replaces"] or self._part.complete)
+        self._replaces = self.path.exists()
+        if self._replaces and not overwrite and not ours:
+            self._leave()
             raise UsageError(f"{output} exists (give --overwrite to replace it)")
-        try:
-            mode = os.O_TRUNC if overwrite else os.O_EXCL
-            self._file = os.open(self.part, os.O_CREAT | os.O_RDWR | mode, 0o666)
-        except FileExistsError:
+
+    @property
+    def part(self) -> Path:
+        return self._part.path
+
+    @property
+    def written(self) -> int:
+        """Records that are safe."""
+        return self._part.records
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Before the first record, once it is sure that the job can run.
+
+        ``settings`` decide results. Where a part is there: with resume "auto" they must be those
+        it was begun with, with "force" they need not, with "never" the part goes.
+
+        Raises:
+            UsageError: settings differ; names each. Nothing has changed then.
+        """
+        header = self._part.header
+        if header is None or self._resume == "never":
+            self._part.begin(settings, replaces=self._replaces)
+            return
+        if self._resume == "force":
+            return
+        settings = orjson.loads(orjson.dumps(settings, default=str))
+        old = header["settings"]
+        differences = [
+            f"{name} was {_shown(old.get(name))} and is {_shown(settings.get(name))}"
+            for name in [*old, *(name for name in settings if name not in old)]
+            if old.get(name) != settings.get(name)
+        ]
+        if differences:
             raise UsageError(
-                f"{self.part} exists, left by a job that did not finish or is still running"
-                " (move it away to keep its records, or give --overwrite to discard them)"
-            ) from None
-        except OSError as error:
-            raise UsageError(f"cannot write {self.part}: {error.strerror}") from None
+                f"{self.part} was begun with other settings: {'; '.join(differences)} (run the"
+                " same command again, or give --resume force to go on all the same, --resume never"
+                " to start anew)"
+            )
 
-    def write(self, record: dict[str, Any]) -> None:
-        line = encode(record)
+    def kept(self, line: Line, input_hash: int) -> dict[str, Any] | None:
+        """The record that an earlier run made of a line; None where the line is to be run.
+
+        Raises:
+            UsageError: the line is not what it was; with resume "force" it is run again instead.
+        """
+        if not self._part.holds(line.index) or self._resume == "never":
+            return None
+        if not self._part.same_input(line.index, input_hash):
+            if self._resume == "force":
+                return None
+            raise UsageError(
+                f"line {line.number} of {line.source} is not the line that {self.part} holds a"
+                " record of (give the input of that job, or --resume force to run changed lines"
+                " again, or --resume never to start anew)"
+            )
+        self.resumed += 1
+        return self._part.record(line.index)
+
+    def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         try:
-            _write_all(self._file, line)
+            self._part.append(record["index"], input_hash, orjson.dumps(record))
         except OSError as error:
-            # A torn record would look like a finished one to whoever reads the file by line.
-            with suppress(OSError):
-                os.ftruncate(self._file, self._end)
             raise FileError(f"writing {self.part} failed: {error.strerror}") from error
-        self._index.append(record["index"])
-        self._start.append(self._end)
-        self._end += len(line)
-        self.written += 1
 
-    def finish(self) -> None:
+    def finish(self, lines: int | None = None) -> None:
+        """Put all records in place; ``lines`` is how many the input had.
+
+        Raises:
+            UsageError: the part holds records of lines that the input did not have.
+        """
+        if lines is not None and self._part.last_index >= lines:
+            raise UsageError(
+                f"{self.part} holds a record of line index {self._part.last_index}, but the input"
+                f" has {lines:,} lines (give the input of that job, or --resume never)"
+            )
         try:
-            if all(index == place for place, index in enumerate(self._index)):
-                os.fsync(self._file)
-                os.replace(self.part, self.path)
-            else:
-                write_atomically(self.path, self._in_order())
-                os.unlink(self.part)
+            self._part.finish()
+            write_atomically(self.path, self._part.in_order())
         except OSError as error:
             raise FileError(
                 f"writing {self.path} failed: {error.strerror}"
-                f" (all {self.written:,} records are in {self.part})"
+                f" (all {self.written:,} records are in {self.part}; the same command goes on)"
             ) from error
         self._finished = True
-        os.close(self._file)
+        self._part.remove()
 
     def keep(self) -> str | None:
         if self._finished:
             return str(self.path)
-        os.close(self._file)
-        if self.written:
-            return str(self.part)
-        with suppress(OSError):
-            os.unlink(self.part)
-        return None
+        return self._leave()
 
-    def _in_order(self) -> Iterator[bytes]:
-        ends = [*self._start[1:], self._end]
-        for place in sorted(range(self.written), key=self._index.__getitem__):
-            start = self._start[place]
-            yield os.pread(self._file, ends[place] - start, start)
+    def _leave(self) -> str | None:
+        if self._part.worthless:
+            self._part.remove()
+            return None
+        self._part.close()
+        return str(self.part)
 
 
 class StreamWriter:
     """Writes each record at once to standard output, or to a device or named pipe."""
 
     def __init__(self, output: str):
-        self.written = 0
+        self.written = self.resumed = 0
         self._name = "standard output" if output == STDOUT else output
         try:
             self._file = sys.stdout.buffer if output == STDOUT else _open_stream(output)
         except OSError as error:
             raise UsageError(f"cannot write {output}: {error.strerror}") from None
 
-    def write(self, record: dict[str, Any]) -> None:
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """A stream has no past."""
+
+    def kept(self, line: Line, input_hash: int) -> dict[str, Any] | None:
+        return None
+
+    def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         try:
             self._file.write(encode(record))
             self._file.flush()
@@ -135,14 +198,16 @@ class StreamWriter:
             raise FileError(f"writing {self._name} failed: {error.strerror}") from error
         self.written += 1
 
-    def finish(self) -> None:
+    def finish(self, lines: int | None = None) -> None:
         """Nothing is left to do: each record was flushed."""
 
     def keep(self) -> str | None:
         return self._name if self.written else None
 
 
-def open_writer(output: str, *, overwrite: bool = False) -> FileWriter | StreamWriter:
+def open_writer(
+    output: str, *, overwrite: bool = False, resume: str = "auto"
+) -> FileWriter | StreamWriter:
     """The writer for an output: a file, or ``-``, a device or a named pipe as a stream.
 
     Raises:
@@ -152,7 +217,7 @@ def open_writer(output: str, *, overwrite: bool = False) -> FileWriter | StreamW
         raise UsageError(f"cannot write {output}: it is a folder")
     if is_stream(output):
         return StreamWriter(output)
-    return FileWriter(output, overwrite=overwrite)
+    return FileWriter(output, overwrite=overwrite, resume=resume)
 
 
 def is_stream(output: str) -> bool:
@@ -208,10 +273,19 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -223,10 +297,9 @@ def _open_stream(output: str) -> BinaryIO:
     return open(output, "wb")
 
 
-def _write_all(file: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file, rest) :]
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _identity(path: str, standard: int) -> object:

@@ -137,22 +137,25 @@ class Output:
     def _row(self, number: int, line: bytes) -> Row | None:
         try:
             record = orjson.loads(line)
+            if isinstance(record, dict) and "record" in record:  # a line of OUT.part
+                record = record["record"]
             row = parse_row(record)
         except orjson.JSONDecodeError:
             record = row = None
             if not line.endswith(b"\n"):
                 self._torn = True
                 return None
-        if row is None and not (number == 1 and self._header(record)):
+        end = record == {"complete": True}  # the last line of OUT.part
+        if row is None and not end and not (number == 1 and self._header(record)):
             self._bad += 1
             self._first_bad = self._first_bad or number
         return row
 
     def _header(self, record: Any) -> bool:
-        """Whether a first line is the settings that OUT.part may open with."""
-        if not isinstance(record, dict) or "index" in record:
+        """Whether a first line is the header of OUT.part, with the job's settings."""
+        if not isinstance(record, dict) or "ouro_batch_part" not in record:
             return False
-        found = _facts(record)
+        found = _facts(record["settings"])
         if found.model and self.facts.model is None:
             self.facts = found
         return True

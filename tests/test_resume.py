@@ -1,0 +1,231 @@
+"""A job that was cut off goes on: what is kept, what is noticed, and a hundred kills."""
+
+import contextlib
+import fcntl
+import os
+import random
+import signal
+import subprocess
+
+import orjson
+import pytest
+
+from .test_cli_run import lines, names, run, start, wait_for, write
+
+PROMPTS = [{"id": f"q{n}", "prompt": "abcdefgh"[: 1 + n % 8] * (1 + n % 3)} for n in range(12)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "in.jsonl", PROMPTS)
+    return tmp_path
+
+
+def cut(folder, *arguments, at="append:3", model="x"):
+    """Run until the process kills itself."""
+    result = run(
+        folder, "in.jsonl", "-o", "out", *arguments, model=model, env={**os.environ, "KILL_AT": at}
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+
+
+def results(path):
+    """Records without their timing."""
+    return [{k: v for k, v in r.items() if k != "timing"} for r in lines(path.read_bytes())]
+
+
+def undisturbed(folder, *arguments, model="x"):
+    assert run(folder, "in.jsonl", "-o", "whole", *arguments, model=model).returncode in (0, 1)
+    return results(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    "at", ["torn:1", "torn:4", "append:1", "append:7", "sync:1", "sync:4", "order:5", "rename:1"]
+)
+def test_the_same_command_goes_on(folder, at):
+    expected = undisturbed(folder)
+    cut(folder, at=at)
+    assert not (folder / "out").exists()
+    kept = (folder / "out.part").read_bytes().count(b'"record"') - at.startswith("torn")
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 0, result.stderr
+    assert results(folder / "out") == expected
+    assert "out.part" not in names(folder)
+    stats = orjson.loads((folder / "out.stats.json").read_bytes())
+    assert stats["requests"]["total"] == 12
+    assert stats["requests"]["resumed"] == max(kept, 0)
+    assert (b"resuming: %d records are done" % kept in result.stderr) == (kept > 0)
+
+
+def test_a_kill_between_rename_and_removal_is_a_finished_job(folder):
+    cut(folder, at="remove:1")
+    assert names(folder) == ["in.jsonl", "out", "out.part"]
+    before = (folder / "out").read_bytes()
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    assert (folder / "out").read_bytes() == before
+    assert "out.part" not in names(folder)
+
+
+def test_an_old_output_stays_until_the_resumed_job_replaces_it(folder):
+    (folder / "out").write_text("old\n")
+    cut(folder, "--overwrite")
+    assert (folder / "out").read_text() == "old\n"
+    assert run(folder, "in.jsonl", "-o", "out", "--overwrite").returncode == 0
+    assert len(results(folder / "out")) == 12
+
+
+def test_failed_records_are_kept_and_counted(folder):
+    write(folder / "in.jsonl", [{"prompt": "refuse me"}, *PROMPTS[:6], {"promt": 1}])
+    expected = undisturbed(folder)
+    cut(folder, at="append:4")
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 1
+    assert results(folder / "out") == expected
+    assert b"2 failed" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "message"),
+    [
+        (("--temperature", "0.5"), "x", "temperature was 0.0 and is 0.5"),
+        (("--seed", "3"), "x", "seed was 0 and is 3"),
+        (("--token-ids",), "x", "token_ids was False and is True"),
+        ((), "y", "model was x and is y"),
+        (("--max-tokens", "9", "--stop", "b"), "x", "max_tokens was 128 and is 9; stop was"),
+    ],
+)
+def test_other_settings_are_refused_by_name(folder, arguments, model, message):
+    cut(folder)
+    before = (folder / "out.part").read_bytes()
+    result = run(folder, "in.jsonl", "-o", "out", *arguments, model=model)
+    assert result.returncode == 2
+    assert message in result.stderr.decode()
+    assert (folder / "out.part").read_bytes() == before
+    forced = run(folder, "in.jsonl", "-o", "out", *arguments, "--resume", "force", model=model)
+    assert forced.returncode == 0, forced.stderr
+    assert len(results(folder / "out")) == 12
+
+
+def test_a_setting_that_decides_nothing_may_change(folder):
+    expected = undisturbed(folder)
+    cut(folder)
+    assert run(folder, "in.jsonl", "-o", "out", "--max-rows", "2", "-q").returncode == 0
+    assert results(folder / "out") == expected
+
+
+def test_a_changed_line_is_refused_with_its_number_or_run_again(folder):
+    cut(folder, at="append:12")
+    changed = [dict(record) for record in PROMPTS]
+    changed[4]["prompt"] = "other"
+    write(folder / "in.jsonl", changed)
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 2
+    assert "line 5 of in.jsonl is not the line" in result.stderr.decode()
+    assert run(folder, "in.jsonl", "-o", "out", "--resume", "force").returncode == 0
+    records = results(folder / "out")
+    assert len(records) == 12
+    assert records[4]["text"] == "OTHER"
+    assert "out.part" not in names(folder)
+
+
+def test_spelling_of_a_line_does_not_matter(folder):
+    cut(folder, at="append:6")
+    respelt = b"".join(
+        b" " + orjson.dumps(dict(reversed(record.items())), option=orjson.OPT_INDENT_2).replace(
+            b"\n", b""
+        ) + b"\r\n\n"
+        for record in PROMPTS
+    )  # fmt: skip
+    (folder / "in.jsonl").write_bytes(respelt)
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    assert len(results(folder / "out")) == 12
+
+
+def test_a_shorter_input_is_noticed(folder):
+    cut(folder, at="append:12")
+    write(folder / "in.jsonl", PROMPTS[:5])
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 2
+    assert "holds a record of line index 11, but the input has 5 lines" in result.stderr.decode()
+    assert (folder / "out.part").exists()
+
+
+def test_standard_input_given_again(folder):
+    stream = (folder / "in.jsonl").read_bytes()
+    killed = run(folder, "-", "-o", "out", input=stream, env={**os.environ, "KILL_AT": "append:5"})
+    assert killed.returncode == -signal.SIGKILL
+    expected = undisturbed(folder)
+    assert run(folder, "-", "-o", "out", input=stream).returncode == 0
+    assert results(folder / "out") == expected
+
+
+def test_never_starts_anew(folder):
+    cut(folder)
+    arguments = ("in.jsonl", "-o", "out", "--resume", "never", "--temperature", "0.5")
+    result = run(folder, *arguments)
+    assert result.returncode == 0
+    assert b"resuming" not in result.stderr
+
+
+def test_a_damaged_part_is_named_with_its_line(folder):
+    cut(folder)
+    part = folder / "out.part"
+    damaged = part.read_bytes().splitlines(keepends=True)
+    damaged[1] = b"{torn\n"
+    part.write_bytes(b"".join(damaged))
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 2
+    assert "out.part is damaged in line 2" in result.stderr.decode()
+    assert part.read_bytes() == b"".join(damaged)
+
+
+def test_two_jobs_never_write_one_output(folder):
+    write(folder / "in.jsonl", [{"prompt": "x" * 5000}])
+    first = start(folder, "in.jsonl", "-o", "out", "--max-tokens", "9999")
+    wait_for(lambda: (folder / "out.part").exists() and (folder / "out.part").stat().st_size)
+    second = run(folder, "in.jsonl", "-o", "out")
+    assert second.returncode == 2
+    assert b"is being written by another job" in second.stderr
+    first.kill()
+    first.communicate()
+    # The lock dies with its owner.
+    with (folder / "out.part").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(tmp_path):
+    """Killed at every kind of moment, the job ends with the records of an undisturbed run."""
+    draw = random.Random(0)
+    count = 420
+    prompts = ["".join(draw.choices("abcdefgh", k=1 + n % 9)) for n in range(count)]
+    prompts[7::29] = ["refuse me"] * len(prompts[7::29])
+    write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
+    expected = undisturbed(tmp_path, "--temperature", "0.7", "--seed", "5", model="slow")
+    arguments = ("in.jsonl", "-o", "out", "--temperature", "0.7", "--seed", "5")
+    points = [f"{draw.choice(['append', 'torn', 'sync'])}:{draw.randint(2, 6)}" for _ in range(90)]
+    points += ["order:1", "order:7", "order:400", "rename:1", "rename:1"]
+    for place in range(5, 60, 5):
+        points.insert(place, "any moment")
+    points.append("remove:1")
+    between = 0
+    for point in points:
+        if point == "any moment":
+            job = start(tmp_path, *arguments, model="slow")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.communicate(timeout=draw.uniform(0.1, 0.6))
+            job.kill()
+            job.communicate()
+            status = job.returncode
+        else:
+            status = run(
+                tmp_path, *arguments, env={**os.environ, "KILL_AT": point}, model="slow"
+            ).returncode
+        assert status == -signal.SIGKILL, point
+        begun = (tmp_path / "out.part").read_bytes()
+        between += b'"record"' in begun and not (tmp_path / "out").exists()
+    assert len(points) >= 100
+    assert between >= 80
+    assert run(tmp_path, *arguments, model="slow").returncode == 1
+    assert results(tmp_path / "out") == expected
+    assert "out.part" not in names(tmp_path)
