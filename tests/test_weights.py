@@ -18,9 +18,10 @@ from ouro_batch.model.files import SAMPLE_BYTES, SAMPLES, fingerprint
 from ouro_batch.model.weights import load_weights
 
 ORACLE = Path(__file__).parent / "data" / "oracle"
-CPU = torch.device("cpu")
 
 from .tiny import write_checkpoint
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
