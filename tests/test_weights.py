@@ -17,10 +17,9 @@ from ouro_batch.model.config import ModelConfig
 from ouro_batch.model.files import SAMPLE_BYTES, SAMPLES, fingerprint
 from ouro_batch.model.weights import load_weights
 
-ORACLE = Path(__file__).parent / "data" / "oracle"
-
 from .tiny import write_checkpoint
 
+ORACLE = Path(__file__).parent / "data" / "oracle"
 CPU = torch.device("cpu")
 
 
