@@ -307,6 +307,10 @@ class LLM:
         self._unfinished.pop(request_id, None)
         return request and output_of(request)
 
+    def waiting_requests(self) -> list[int]:
+        """Ids of the requests that have not begun, first come first."""
+        return [request.request_id for request in self._running_engine().scheduler.waiting]
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Text that each token adds; joined they are the text of all."""
         detokenizer = self.intake.text.require_tokenizer().detokenizer()

@@ -3,7 +3,7 @@
 ``KILL_AT=point:number`` in the environment has the process kill itself, as a power cut would, at
 the number-th passing of a point: ``append`` (a record was appended), ``torn`` (half of it was),
 ``sync`` (before the part is synced), ``order`` (a record was put in order), ``rename`` (before OUT
-is there), ``remove`` (before the part goes).
+is there), ``remove`` (before the part goes). ``GRACE_S``: seconds that SIGTERM leaves.
 """
 
 import os
@@ -76,6 +76,10 @@ if __name__ == "__main__":
     if "KILL_AT" in os.environ:
         kind, _, count = os.environ["KILL_AT"].partition(":")
         arm(kind, int(count))
+    if "GRACE_S" in os.environ:
+        from ouro_batch.jobs import interrupt
+
+        interrupt.GRACE_S = float(os.environ["GRACE_S"])
     from ouro_batch.cli import main
 
     main()

@@ -106,6 +106,9 @@ class FakeLLM:
         self.aborted.append(request_id)
         self.requests = [r for r in self.requests if r.request_id != request_id]
 
+    def waiting_requests(self):
+        return [request.request_id for request in self.requests[self.max_rows :]]
+
     @property
     def has_unfinished(self):
         return bool(self.requests)

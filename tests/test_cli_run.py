@@ -41,7 +41,7 @@ def run(folder, *arguments, model="x", **options):
     )
 
 
-def start(folder, *arguments, model="slow"):
+def start(folder, *arguments, model="slow", **variables):
     # Where the tests themselves run in the background, Ctrl-C would be ignored.
     return subprocess.Popen(
         [*COMMAND, *arguments, "-m", model],
@@ -49,6 +49,7 @@ def start(folder, *arguments, model="slow"):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env={**os.environ, **variables},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
@@ -58,6 +59,16 @@ def wait_for(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
+
+
+def until(stream, text):
+    """What a stream gives, line by line, to the line that holds ``text``."""
+    seen = b""
+    while text not in seen:
+        line = stream.readline()
+        assert line, seen
+        seen += line
+    return seen
 
 
 def names(folder):
@@ -314,10 +325,15 @@ def test_a_program_error_is_not_mistaken_for_failed_records(folder):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_is_status_130_and_keeps_what_has_finished(folder, number):
     write(folder / "in.jsonl", [{"prompt": "abc"}] * 3 + [{"prompt": "x" * 5000}] * 9)
-    job = start(folder, "in.jsonl", "-o", "out", "--max-tokens", "9999")
+    job = start(folder, "in.jsonl", "-o", "out", "--max-tokens", "9999", GRACE_S="0.5")
     part = folder / "out.part"
     wait_for(lambda: part.exists() and part.read_bytes().count(b"\n") == 4)
     job.send_signal(number)
+    if number == signal.SIGINT:  # the first lets the long ones go on
+        assert b"finishing 4 running requests; Ctrl-C again stops now" in until(
+            job.stderr, b"stops now"
+        )
+        job.send_signal(number)
     output, errors = job.communicate(timeout=10)
     assert job.returncode == 130
     assert output == b""
@@ -326,6 +342,23 @@ def test_interrupted_is_status_130_and_keeps_what_has_finished(folder, number):
     )
     assert names(folder) == ["in.jsonl", "out.part"]
     assert [entry["record"]["text"] for entry in part_entries(folder)] == ["ABC"] * 3
+
+
+def test_interrupted_finishes_what_runs_and_the_same_command_goes_on(folder):
+    write(folder / "in.jsonl", [{"prompt": "abcdefgh"}] * 40)
+    job = start(folder, "in.jsonl", "-o", "out")
+    wait_for(lambda: part_entries(folder) if (folder / "out.part").exists() else False)
+    job.send_signal(signal.SIGINT)
+    _, errors = job.communicate(timeout=10)
+    assert job.returncode == 130
+    assert b"finishing 4 running requests" in errors
+    kept = len(part_entries(folder))
+    assert 8 <= kept < 40
+    assert kept % 4 == 0
+    result = run(folder, "in.jsonl", "-o", "out", model="slow")
+    assert result.returncode == 0
+    assert b"resuming: %d records are done" % kept in result.stderr
+    assert len(lines((folder / "out").read_bytes())) == 40
 
 
 def test_interrupted_while_waiting_for_standard_input(folder):

@@ -149,16 +149,27 @@ def test_engine_error_ends_the_job_with_what_has_finished(tmp_path):
     assert [record["text"] for record in writer.records] == ["AB"]
 
 
-def test_interrupt_aborts_what_runs(tmp_path):
-    llm = FakeLLM("x")
-    interrupt = Interrupt()
-    interrupt.requested = True
-    job = Job(llm, LineReader([jsonl(tmp_path / "in", {"prompt": "ab"})]), ListWriter())
-    job._feed()
-    job._interrupt = interrupt
+@pytest.mark.parametrize("time_left", [True, False])
+def test_an_interrupt_lets_what_runs_finish_while_there_is_time(tmp_path, time_left):
+    llm, writer, interrupt, told = FakeLLM("x", max_rows=2), ListWriter(), Interrupt(), []
+    source = jsonl(tmp_path / "in", *[{"prompt": "abcd"}] * 90)
+    job = Job(llm, LineReader([source]), writer, interrupt=interrupt, stopping=told.append)
+    wait_until = time.monotonic() + 5
+    while len(llm.requests) < 3 and time.monotonic() < wait_until:
+        job._feed()
+    real_step = llm.step
+
+    def step():
+        interrupt.requested = True
+        if not time_left:
+            interrupt.deadline = 0.0
+        return real_step()
+
+    llm.step = step
     with pytest.raises(KeyboardInterrupt):
         job.run()
-    assert llm.aborted == [100]
+    assert len(writer.records) == (2 if time_left else 0)
+    assert told == ([2] if time_left else [])
     assert not llm.has_unfinished
 
 

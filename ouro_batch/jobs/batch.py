@@ -177,6 +177,7 @@ class _Batch:
             name_files=len(options.inputs) > 1,
             progress=progress,
             interrupt=self._interrupt,
+            stopping=self._say_stopping,
             keep_first=self._preview_records(),
         )
         self._interrupt.immediately = False
@@ -186,6 +187,12 @@ class _Batch:
             progress.close()
             reader.close()
         return job
+
+    def _say_stopping(self, running: int) -> None:
+        what = "1 running request" if running == 1 else f"{running:,} running requests"
+        self._console.print(
+            Text(f"finishing {what}; Ctrl-C again stops now", "bold"), soft_wrap=True
+        )
 
     def _preview_records(self) -> int:
         if self._options.preview is not None:

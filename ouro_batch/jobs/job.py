@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ class Job:
         name_files: whether error records name their input file.
         progress: told of every step.
         interrupt: asked before every step.
+        stopping: told how many requests still run, once the interrupt was requested.
         keep_first: how many of the job's first answers stay in ``answers``, for a preview.
     """
 
@@ -56,6 +57,7 @@ class Job:
         name_files: bool = False,
         progress: Progress | None = None,
         interrupt: Interrupt | None = None,
+        stopping: Callable[[int], None] = lambda running: None,
         keep_first: int = 0,
     ):
         self.counts = JobCounts()
@@ -68,6 +70,8 @@ class Job:
         self._name_files = name_files
         self._progress = progress or QuietProgress()
         self._interrupt = interrupt or Interrupt()
+        self._stopping = stopping
+        self._winding_down = False
         self._keep_first = keep_first
         self.lines = 0  # of the input so far
         self._running: dict[int, tuple[Record, int]] = {}
@@ -76,15 +80,17 @@ class Job:
         """Run to the end of the input.
 
         Raises:
-            KeyboardInterrupt: the interrupt was requested; unfinished requests are aborted.
+            KeyboardInterrupt: the interrupt was requested. Requests that ran were finished, unless
+                there was no time for it or a second one came; the others are aborted.
             EngineError: the engine stopped.
             FileError, OutputClosed: a record cannot be read or written.
         """
         try:
             while True:
                 if self._interrupt.requested:
-                    raise KeyboardInterrupt
-                self._feed()
+                    self._wind_down()
+                else:
+                    self._feed()
                 if self._running:
                     for output in self._llm.step():
                         self._finish(output)
@@ -97,6 +103,17 @@ class Job:
         except BaseException:
             self._abort()
             raise
+
+    def _wind_down(self) -> None:
+        """Nothing new begins; what runs may finish."""
+        for request_id in self._llm.waiting_requests():
+            self._llm.abort(request_id)
+            self._running.pop(request_id, None)
+        if not self._running or self._interrupt.up:
+            raise KeyboardInterrupt
+        if not self._winding_down:
+            self._winding_down = True
+            self._stopping(len(self._running))
 
     def _feed(self) -> None:
         """Queue lines until enough requests wait; with nothing to run, wait a little for one."""
