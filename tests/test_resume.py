@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import random
+import re
 import signal
 import subprocess
 
@@ -157,6 +158,51 @@ def test_standard_input_given_again(folder):
     expected = undisturbed(folder)
     assert run(folder, "-", "-o", "out", input=stream).returncode == 0
     assert results(folder / "out") == expected
+
+
+@pytest.mark.parametrize("killed_at", [None, "append:2", "append:5", "order:3", "rename:1"])
+def test_errors_of_a_finished_output_are_retried(folder, killed_at):
+    broken = [*PROMPTS[:3], {"id": "late", "prompt": "refuse me"}, *PROMPTS[3:6]]
+    write(folder / "in.jsonl", broken)
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 1
+    before = (folder / "out").read_bytes()
+    broken[3]["prompt"] = "mended"
+    write(folder / "in.jsonl", broken)
+    if killed_at:
+        cut(folder, "--retry-errors", at=killed_at)
+        assert (folder / "out").read_bytes() == before
+    result = run(folder, "in.jsonl", "-o", "out", "--retry-errors")
+    assert result.returncode == 0, result.stderr
+    after = lines((folder / "out").read_bytes())
+    assert after[3]["text"] == "MENDED"
+    kept = [record for record in lines(before) if "error" not in record]
+    assert [record for record in after if record["id"] != "late"] == kept  # not made again
+    assert "out.part" not in names(folder)
+
+
+def test_errors_of_a_part_are_retried(folder):
+    write(folder / "in.jsonl", [{"prompt": "refuse me"}, *PROMPTS[:5]])
+    cut(folder, at="append:3")
+    write(folder / "in.jsonl", [{"prompt": "mended"}, *PROMPTS[:5]])
+    assert run(folder, "in.jsonl", "-o", "out", "--retry-errors").returncode == 0
+    assert results(folder / "out")[0]["text"] == "MENDED"
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("none", "there is no none whose errors could be retried"),
+        ("-", "cannot be retried: it is no file"),
+        ("foreign", "line 1 of .*foreign is no output record"),
+    ],
+)
+def test_nothing_to_retry(folder, output, message):
+    (folder / "foreign").write_text("mine\n")
+    result = run(folder, "in.jsonl", "-o", output, "--retry-errors")
+    assert result.returncode == 2
+    assert re.search(message, result.stderr.decode())
+    assert names(folder) == ["foreign", "in.jsonl"]
+    assert (folder / "foreign").read_text() == "mine\n"
 
 
 def test_never_starts_anew(folder):

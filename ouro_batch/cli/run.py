@@ -115,6 +115,15 @@ def run(
             " even where settings differ, and changed lines are run again; never: start anew.",
         ),
     ] = Resume.auto,
+    retry_errors: Annotated[
+        bool,
+        _option(
+            FILES,
+            "--retry-errors",
+            help="Run the failed records of OUTPUT, or of OUTPUT.part, again and keep the others;"
+            " give the options and input of that job.",
+        ),
+    ] = False,
     token_ids: Annotated[
         bool, _option(FILES, "--token-ids", help="Put token ids into the output records.")
     ] = False,
@@ -394,6 +403,7 @@ def run(
         token_ids=token_ids,
         overwrite=overwrite,
         resume=resume.value,
+        retry_errors=retry_errors,
         quiet=quiet,
         statistics=stats,
         preview=preview,

@@ -65,6 +65,7 @@ class BatchOptions:
     token_ids: bool = False
     overwrite: bool = False
     resume: str = "auto"
+    retry_errors: bool = False
     quiet: bool = False
     statistics: str | None = None
     preview: int | None = None
@@ -85,7 +86,12 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
     check_apart(options.inputs, options.output, statistics)
     for target in [*([] if stream else [options.output]), *([statistics] if statistics else [])]:
         check_writable(target)
-    writer = open_writer(options.output, overwrite=options.overwrite, resume=options.resume)
+    writer = open_writer(
+        options.output,
+        overwrite=options.overwrite,
+        resume=options.resume,
+        retry_errors=options.retry_errors,
+    )
     with Interrupt() as interrupt:
         try:
             return _Batch(options, statistics, writer, interrupt, console).run(load)

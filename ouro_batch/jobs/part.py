@@ -24,6 +24,7 @@ from ouro_batch.jobs.errors import UsageError
 VERSION = 1
 SYNC_INTERVAL_S = 3.0
 MISSING = 2**64 - 1
+ANY_INPUT = 0  # the hash of a record whose input is not known
 COMPLETE = b'{"complete":true}\n'
 
 
@@ -44,7 +45,7 @@ class PartFile:
         self.complete = False
         self._start = array("Q")  # of an index's line; MISSING where there is none
         self._size = array("L")
-        self._hash = array("Q")  # of the records that were there when it was opened
+        self._hash = array("Q")  # of the records that were there before this run
         self._end = 0
         self._synced = time.monotonic()
         self._file = _open_locked(path)
@@ -79,6 +80,8 @@ class PartFile:
         start = self._end
         self._write(line)
         self._note(index, start, len(line))
+        if input_hash == ANY_INPUT:
+            self._note_hash(index, input_hash)
         if time.monotonic() - self._synced > SYNC_INTERVAL_S:
             self.sync()
 
@@ -88,7 +91,7 @@ class PartFile:
 
     def same_input(self, index: int, input_hash: int) -> bool:
         """Whether the record of this input line was made from what the line means now."""
-        return index < len(self._hash) and self._hash[index] == input_hash
+        return index < len(self._hash) and self._hash[index] in (input_hash, ANY_INPUT)
 
     def record(self, index: int) -> dict[str, Any]:
         """The record of an input line that ``holds``."""
@@ -150,6 +153,11 @@ class PartFile:
         self.records += self._start[index] == MISSING
         self._start[index], self._size[index] = start, size
 
+    def _note_hash(self, index: int, input_hash: int) -> None:
+        while len(self._hash) <= index:
+            self._hash.append(MISSING)
+        self._hash[index] = input_hash
+
     def _write(self, data: bytes) -> None:
         try:
             rest = memoryview(data)
@@ -186,9 +194,7 @@ class PartFile:
             else:
                 index, input_hash = entry["index"], int(entry["hash"], 16)
                 self._note(index, self._end, len(line))
-                while len(self._hash) <= index:
-                    self._hash.append(0)
-                self._hash[index] = input_hash
+                self._note_hash(index, input_hash)
                 self.complete = False
         except (ValueError, KeyError, TypeError, AttributeError):
             what = "is no file of ouro-batch" if number == 1 else f"is damaged in line {number}"

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 
 from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
-from ouro_batch.jobs.part import PartFile
+from ouro_batch.jobs.part import ANY_INPUT, PartFile
 from ouro_batch.jobs.reader import STDIN, Line
 
 STDOUT = "-"
@@ -49,18 +49,28 @@ class Writer(Protocol):
 class FileWriter:
     """Appends to ``OUT.part``, and puts the records into ``OUT`` in input order at the end.
 
-    A part that an earlier run of the same job left is taken up: ``begin`` says how.
+    A part that an earlier run of the same job left is taken up: ``begin`` says how. With
+    ``retry_errors`` the records without an error of ``OUT`` or its part are kept, and all other
+    lines are run.
 
     Raises:
         UsageError: ``OUT`` exists and ``overwrite`` is False, another job writes it, it cannot be
-            made, or the part is damaged.
+            made, the part is damaged, or there is nothing to retry.
     """
 
-    def __init__(self, output: str, *, overwrite: bool = False, resume: str = "auto"):
+    def __init__(
+        self,
+        output: str,
+        *,
+        overwrite: bool = False,
+        resume: str = "auto",
+        retry_errors: bool = False,
+    ):
         # A link stays a link: what it points to is replaced.
         self.path = Path(os.path.realpath(output))
         self.resumed = 0  # records that were there and whose lines have come by
         self._resume = resume
+        self._retry_errors = retry_errors
         self._finished = False
         self._part = PartFile(
             self.path.with_name(self.path.name + ".part"), unread=resume == "never"
@@ -69,7 +79,10 @@ class FileWriter:
         # A part that was to replace OUT, or whose records are all there already, is this job's.
         ours = header is not None and (header["replaces"] or self._part.complete)
         self._replaces = self.path.exists()
-        if self._replaces and not overwrite and not ours:
+        if retry_errors and header is None and not self._replaces:
+            self._leave()
+            raise UsageError(f"there is no {output} whose errors could be retried")
+        if self._replaces and not (overwrite or ours or retry_errors):
             self._leave()
             raise UsageError(f"{output} exists (give --overwrite to replace it)")
 
@@ -94,9 +107,29 @@ class FileWriter:
         header = self._part.header
         if header is None or self._resume == "never":
             self._part.begin(settings, replaces=self._replaces)
-            return
-        if self._resume == "force":
-            return
+        elif self._resume != "force":
+            self._compare(header, settings)
+        if self._retry_errors and self._replaces:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """Bring what ``OUT`` holds and its part does not, but for errors, into the part."""
+        try:
+            with open(self.path, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    try:
+                        record = orjson.loads(line)
+                        index, failed = record["index"], "error" in record
+                    except (ValueError, TypeError, KeyError):
+                        raise UsageError(
+                            f"line {number} of {self.path} is no output record of ouro-batch run"
+                        ) from None
+                    if not failed and not self._part.holds(index):
+                        self._part.append(index, ANY_INPUT, line.rstrip(b"\r\n"))
+        except OSError as error:
+            raise FileError(f"copying {self.path} failed: {error.strerror}") from error
+
+    def _compare(self, header: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         settings = orjson.loads(orjson.dumps(settings, default=str))
         old = header["settings"]
         differences = [
@@ -119,6 +152,9 @@ class FileWriter:
         """
         if not self._part.holds(line.index) or self._resume == "never":
             return None
+        record = self._part.record(line.index)
+        if self._retry_errors and "error" in record:
+            return None
         if not self._part.same_input(line.index, input_hash):
             if self._resume == "force":
                 return None
@@ -128,7 +164,7 @@ class FileWriter:
                 " again, or --resume never to start anew)"
             )
         self.resumed += 1
-        return self._part.record(line.index)
+        return record
 
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         try:
@@ -206,7 +242,7 @@ class StreamWriter:
 
 
 def open_writer(
-    output: str, *, overwrite: bool = False, resume: str = "auto"
+    output: str, *, overwrite: bool = False, resume: str = "auto", retry_errors: bool = False
 ) -> FileWriter | StreamWriter:
     """The writer for an output: a file, or ``-``, a device or a named pipe as a stream.
 
@@ -216,8 +252,10 @@ def open_writer(
     if os.path.isdir(output):
         raise UsageError(f"cannot write {output}: it is a folder")
     if is_stream(output):
+        if retry_errors:
+            raise UsageError(f"the errors of {output} cannot be retried: it is no file")
         return StreamWriter(output)
-    return FileWriter(output, overwrite=overwrite, resume=resume)
+    return FileWriter(output, overwrite=overwrite, resume=resume, retry_errors=retry_errors)
 
 
 def is_stream(output: str) -> bool:
