@@ -68,7 +68,8 @@ def run(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="JSON Lines files with a prompt or messages a line; - is standard input.",
+            help="JSON Lines files with a prompt or messages a line, .gz and .zst too, or patterns"
+            " such as 'shards/*.jsonl'; - is standard input.",
         ),
     ],
     model: Annotated[
@@ -123,6 +124,20 @@ def run(
             help="Run the failed records of OUTPUT, or of OUTPUT.part, again and keep the others;"
             " give the options and input of that job.",
         ),
+    ] = False,
+    max_errors: Annotated[
+        int | None,
+        _option(
+            FILES,
+            "--max-errors",
+            metavar="N",
+            min=1,
+            help="Stop once this many records have failed.",
+            show_default="never",
+        ),
+    ] = None,
+    fail_fast: Annotated[
+        bool, _option(FILES, "--fail-fast", help="Stop at the first failed record.")
     ] = False,
     token_ids: Annotated[
         bool, _option(FILES, "--token-ids", help="Put token ids into the output records.")
@@ -404,6 +419,7 @@ def run(
         overwrite=overwrite,
         resume=resume.value,
         retry_errors=retry_errors,
+        max_errors=1 if fail_fast else max_errors,
         quiet=quiet,
         statistics=stats,
         preview=preview,

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from ouro_batch.errors import EngineError, ModelError, OuroBatchError
-from ouro_batch.jobs.errors import FileError, OutputClosed
+from ouro_batch.jobs.errors import FileError, OutputClosed, TooManyErrors
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.job import Job
 from ouro_batch.jobs.preview import print_answers, token_pieces
 from ouro_batch.jobs.progress import JobTitle, open_progress, print_summary
-from ouro_batch.jobs.reader import LineReader, check_inputs, count_records
+from ouro_batch.jobs.reader import LineReader, check_inputs, count_records, expand_inputs
 from ouro_batch.jobs.statistics import JobCounts, job_statistics
 from ouro_batch.jobs.writer import (
     STDOUT,
@@ -66,6 +66,7 @@ class BatchOptions:
     overwrite: bool = False
     resume: str = "auto"
     retry_errors: bool = False
+    max_errors: int | None = None
     quiet: bool = False
     statistics: str | None = None
     preview: int | None = None
@@ -78,6 +79,7 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
         UsageError, RequestError: it was asked for in a way that cannot work; nothing was written.
     """
     SamplingParams(**options.sampling)
+    options = replace(options, inputs=expand_inputs(options.inputs))
     stream = is_stream(options.output)
     statistics = options.statistics
     if statistics is None and not stream:
@@ -101,6 +103,9 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
         except OutputClosed as error:
             _stopped(console, f"stopped: {error}", writer)
             return ExitStatus.INTERRUPTED
+        except TooManyErrors as error:
+            _stopped(console, f"stopped: {error}", writer)
+            return ExitStatus.SOME_FAILED
         except (ModelError, EngineError, FileError) as error:
             _stopped(console, f"error: {error}", writer)
             return ExitStatus.ENGINE
@@ -184,6 +189,7 @@ class _Batch:
             progress=progress,
             interrupt=self._interrupt,
             stopping=self._say_stopping,
+            max_errors=options.max_errors,
             keep_first=self._preview_records(),
         )
         self._interrupt.immediately = False

@@ -15,3 +15,7 @@ class FileError(OuroBatchError):
 
 class OutputClosed(OuroBatchError):
     """Whoever read the records has stopped reading."""
+
+
+class TooManyErrors(OuroBatchError):
+    """As many records have failed as the job was to bear."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ouro_batch.errors import OuroBatchError, RequestError
+from ouro_batch.jobs.errors import TooManyErrors
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.preview import Answer
 from ouro_batch.jobs.progress import Progress, QuietProgress
@@ -43,6 +44,7 @@ class Job:
         progress: told of every step.
         interrupt: asked before every step.
         stopping: told how many requests still run, once the interrupt was requested.
+        max_errors: failed records that end the job; None: it goes on whatever fails.
         keep_first: how many of the job's first answers stay in ``answers``, for a preview.
     """
 
@@ -58,6 +60,7 @@ class Job:
         progress: Progress | None = None,
         interrupt: Interrupt | None = None,
         stopping: Callable[[int], None] = lambda running: None,
+        max_errors: int | None = None,
         keep_first: int = 0,
     ):
         self.counts = JobCounts()
@@ -72,6 +75,8 @@ class Job:
         self._interrupt = interrupt or Interrupt()
         self._stopping = stopping
         self._winding_down = False
+        self._max_errors = max_errors
+        self._failed = 0  # in this run
         self._keep_first = keep_first
         self.lines = 0  # of the input so far
         self._running: dict[int, tuple[Record, int]] = {}
@@ -83,6 +88,7 @@ class Job:
             KeyboardInterrupt: the interrupt was requested. Requests that ran were finished, unless
                 there was no time for it or a second one came; the others are aborted.
             EngineError: the engine stopped.
+            TooManyErrors: ``max_errors`` records have failed.
             FileError, OutputClosed: a record cannot be read or written.
         """
         try:
@@ -172,6 +178,11 @@ class Job:
         record = error_record(line, record_id, error, name_file=self._name_files)
         self._writer.write(record, line_hash)
         self.counts.add_error(error.type)
+        self._failed += 1
+        if self._failed == self._max_errors:
+            where = f"line {line.number} of {line.source}: {error}"
+            failed = "a record" if self._failed == 1 else f"{self._failed:,} records"
+            raise TooManyErrors(f"{failed} failed, the last in {where}")
 
     def _abort(self) -> None:
         for request_id in self._running:

@@ -5,19 +5,24 @@ The thread is there so that a slow producer on standard input never holds up run
 
 from __future__ import annotations
 
+import glob
+import gzip
+import io
 import os
 import queue
 import stat
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ouro_batch.jobs.errors import FileError, UsageError
 
 STDIN = "-"
 BOM = b"\xef\xbb\xbf"
 JSON_SPACE = b" \t\r\n"
+GZIP, ZSTANDARD = ".gz", ".zst"
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,24 @@ class Line:
     number: int
     source: str
     data: bytes
+
+
+def expand_inputs(patterns: Sequence[str]) -> list[str]:
+    """Files that the patterns stand for, each pattern's in order of names; ``-`` stays.
+
+    Raises:
+        UsageError: nothing matches a pattern.
+    """
+    inputs: list[str] = []
+    for pattern in patterns:
+        if pattern == STDIN or os.path.exists(pattern) or not glob.has_magic(pattern):
+            inputs.append(pattern)
+            continue
+        found = sorted(glob.glob(pattern, recursive=True))
+        if not found:
+            raise UsageError(f"no file matches {pattern}")
+        inputs += found
+    return inputs
 
 
 def check_inputs(inputs: Sequence[str]) -> None:
@@ -46,6 +69,8 @@ def check_inputs(inputs: Sequence[str]) -> None:
             # Opening a named pipe here would take its writer away from the reader.
             if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
                 open(source, "rb").close()
+            if source.endswith(ZSTANDARD):
+                _zstandard()
         except OSError as error:
             raise UsageError(f"cannot read {source}: {error.strerror}") from None
 
@@ -74,8 +99,13 @@ def read_lines(inputs: Sequence[str]) -> Iterator[Line]:
                     if data:
                         yield Line(index, number, source, data)
                         index += 1
-        except OSError as error:
-            raise FileError(f"reading {source} failed: {error.strerror}") from error
+        except (OSError, EOFError, zlib.error) as error:
+            raise FileError(_failed(source, error)) from error
+        except Exception as error:
+            # The zstandard package has an error class of its own; it may not be installed.
+            if source.endswith(ZSTANDARD):
+                raise FileError(_failed(source, error)) from error
+            raise
 
 
 class LineReader:
@@ -130,8 +160,70 @@ class LineReader:
         return False
 
 
+def _failed(source: str, error: Exception) -> str:
+    return f"reading {source} failed: {getattr(error, 'strerror', None) or error}"
+
+
 def _open(source: str) -> BinaryIO:
     if source == STDIN:
         # Not sys.stdin: its lock, held by a thread that waits for a line, would hang the exit.
         return open(0, "rb", closefd=False)
+    if source.endswith(GZIP):
+        return gzip.open(source, "rb")
+    if source.endswith(ZSTANDARD):
+        return io.BufferedReader(_ZstandardFile(source), 1 << 17)
     return open(source, "rb")
+
+
+class _ZstandardFile(io.RawIOBase):
+    """The decompressed bytes of a file of Zstandard frames.
+
+    The package's own reader takes a file that was cut off for a whole one.
+    """
+
+    def __init__(self, source: str):
+        self._new = _zstandard().ZstdDecompressor().decompressobj
+        self._frame = self._new()
+        self._begun = False
+        self._ready = b""
+        self._file = open(source, "rb")  # noqa: SIM115 (closed by close)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._begun = self._new(), False
+            data = data or self._file.read(1 << 17)
+            if not data:
+                if self._begun:
+                    raise EOFError("the file ends in the middle of a frame")
+                return 0
+            self._begun = True
+            self._ready = self._frame.decompress(data)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _zstandard() -> Any:
+    """The package that reads Zstandard files.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import zstandard
+    except ImportError:
+        raise UsageError(
+            f"reading {ZSTANDARD} files needs the package zstandard"
+            " (pip install 'ouro-batch[zstd]', or decompress them first)"
+        ) from None
+    return zstandard
