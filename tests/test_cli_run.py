@@ -505,3 +505,13 @@ def test_a_job_stops_at_as_many_errors_as_it_may_have(folder, option, stopped, k
         assert sum("error" in entry["record"] for entry in part_entries(folder)) == kept
     else:
         assert len(lines((folder / "out").read_bytes())) == kept
+
+
+def test_text_and_other_columns(folder):
+    (folder / "in.txt").write_bytes(b"\xef\xbb\xbfab\r\n\n  cd \nefg")
+    assert run(folder, "in.txt", "-o", "out", "--format", "text").returncode == 0
+    assert [r["text"] for r in lines((folder / "out").read_bytes())] == ["AB", "  CD ", "EFG"]
+    write(folder / "in.jsonl", [{"q": "ab", "key": "k", "answer": 1}])
+    result = run(folder, "in.jsonl", "--prompt-field", "q", "--id-field", "key")
+    (record,) = lines(result.stdout)
+    assert (record["id"], record["text"], record["metadata"]) == ("k", "AB", {"answer": 1})

@@ -13,6 +13,7 @@ from rich.text import Text
 from ouro_batch.errors import RequestError
 from ouro_batch.jobs.batch import BatchOptions, ExitStatus, run_batch
 from ouro_batch.jobs.errors import UsageError
+from ouro_batch.jobs.records import InputFormat
 from ouro_batch.jobs.writer import STDOUT
 from ouro_batch.params import MAX_SEED, SamplingParams
 
@@ -36,6 +37,11 @@ class Attention(str, Enum):
     auto = "auto"
     torch = "torch"
     triton = "triton"
+
+
+class Format(str, Enum):
+    json = "json"
+    text = "text"
 
 
 class Resume(str, Enum):
@@ -90,6 +96,34 @@ def run(
             metavar="REVISION",
             help="Branch, tag or commit of a hub id.",
             show_default="the pinned commit, or the default branch",
+        ),
+    ] = None,
+    format: Annotated[
+        Format,
+        _option(
+            FILES,
+            "--format",
+            help="json: an object a line; text: a line is a prompt.",
+        ),
+    ] = Format.json,
+    prompt_field: Annotated[
+        str | None,
+        _option(
+            FILES,
+            "--prompt-field",
+            metavar="NAME",
+            help="Field that holds the prompt; unknown fields then go into metadata.",
+            show_default="prompt",
+        ),
+    ] = None,
+    id_field: Annotated[
+        str | None,
+        _option(
+            FILES,
+            "--id-field",
+            metavar="NAME",
+            help="Field that holds the id; unknown fields then go into metadata.",
+            show_default="id",
         ),
     ] = None,
     output: Annotated[
@@ -415,6 +449,7 @@ def run(
         output=output,
         sampling=sampling,
         recorded={"model": model, **engine},
+        format=InputFormat(format is Format.text, prompt_field, id_field),
         token_ids=token_ids,
         overwrite=overwrite,
         resume=resume.value,

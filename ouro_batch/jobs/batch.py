@@ -22,6 +22,7 @@ from ouro_batch.jobs.job import Job
 from ouro_batch.jobs.preview import print_answers, token_pieces
 from ouro_batch.jobs.progress import JobTitle, open_progress, print_summary
 from ouro_batch.jobs.reader import LineReader, check_inputs, count_records, expand_inputs
+from ouro_batch.jobs.records import InputFormat
 from ouro_batch.jobs.statistics import JobCounts, job_statistics
 from ouro_batch.jobs.writer import (
     STDOUT,
@@ -62,6 +63,7 @@ class BatchOptions:
     output: str = STDOUT
     sampling: Mapping[str, Any] = field(default_factory=dict)
     recorded: Mapping[str, Any] = field(default_factory=dict)
+    format: InputFormat = field(default_factory=InputFormat)
     token_ids: bool = False
     overwrite: bool = False
     resume: str = "auto"
@@ -184,6 +186,7 @@ class _Batch:
             reader,
             self._writer,
             defaults=options.sampling,
+            format=options.format,
             token_ids=options.token_ids,
             name_files=len(options.inputs) > 1,
             progress=progress,

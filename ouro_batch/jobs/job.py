@@ -13,6 +13,7 @@ from ouro_batch.jobs.preview import Answer
 from ouro_batch.jobs.progress import Progress, QuietProgress
 from ouro_batch.jobs.reader import Line, LineReader
 from ouro_batch.jobs.records import (
+    InputFormat,
     Record,
     RecordError,
     error_record,
@@ -39,6 +40,7 @@ class Job:
         reader: where lines come from.
         writer: where records go; the caller ends it with ``finish`` or ``keep``.
         defaults: sampling fields for lines that do not name them.
+        format: how lines are read.
         token_ids: whether output records carry ``token_ids``.
         name_files: whether error records name their input file.
         progress: told of every step.
@@ -55,6 +57,7 @@ class Job:
         writer: Writer,
         *,
         defaults: Mapping[str, Any] | None = None,
+        format: InputFormat | None = None,
         token_ids: bool = False,
         name_files: bool = False,
         progress: Progress | None = None,
@@ -69,6 +72,7 @@ class Job:
         self._reader = reader
         self._writer = writer
         self._defaults = defaults or {}
+        self._format = format
         self._token_ids = token_ids
         self._name_files = name_files
         self._progress = progress or QuietProgress()
@@ -135,7 +139,7 @@ class Job:
     def _add(self, line: Line) -> None:
         self.lines += 1
         try:
-            record = parse_record(line, self._defaults)
+            record = parse_record(line, self._defaults, self._format)
         except RecordError as error:
             line_hash = input_hash(line, None)
             if not self._keep(line, line_hash):

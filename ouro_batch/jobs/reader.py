@@ -83,7 +83,7 @@ def count_records(inputs: Sequence[str]) -> int | None:
 
 
 def read_lines(inputs: Sequence[str]) -> Iterator[Line]:
-    """The lines of all inputs in order. Only LF ends a line; a BOM, CR and blanks are dropped.
+    """The lines of all inputs in order. Only LF ends a line; a BOM, CR and blank lines are dropped.
 
     Raises:
         FileError: an input fails.
@@ -95,8 +95,8 @@ def read_lines(inputs: Sequence[str]) -> Iterator[Line]:
                 for number, data in enumerate(file, start=1):
                     if number == 1:
                         data = data.removeprefix(BOM)
-                    data = data.strip(JSON_SPACE)
-                    if data:
+                    data = data.rstrip(b"\r\n")
+                    if data.strip(JSON_SPACE):
                         yield Line(index, number, source, data)
                         index += 1
         except (OSError, EOFError, zlib.error) as error:

@@ -51,18 +51,37 @@ class Record:
     metadata: Any = None
 
 
-def parse_record(line: Line, defaults: Mapping[str, Any]) -> Record:
+@dataclass(frozen=True)
+class InputFormat:
+    """How lines are read: as JSON objects, or with ``text`` as one prompt each.
+
+    ``prompt_field`` and ``id_field`` name columns that stand for prompt and id in other people's
+    data. With either, columns that mean nothing here go into ``metadata``, unless a record has one.
+    """
+
+    text: bool = False
+    prompt_field: str | None = None
+    id_field: str | None = None
+
+
+def parse_record(
+    line: Line, defaults: Mapping[str, Any], format: InputFormat | None = None
+) -> Record:
     """The record in a line; sampling fields it does not name come from ``defaults``.
 
     Raises:
-        RecordError: the line is not JSON, or not a record that can be run.
+        RecordError: the line is not JSON (or UTF-8), or not a record that can be run.
     """
+    format = format or InputFormat()
+    if format.text:
+        return _text_record(line, defaults)
     try:
         fields = orjson.loads(line.data)
     except orjson.JSONDecodeError as error:
         raise RecordError(f"the line is not valid JSON: {error}", "invalid_json") from None
     if not isinstance(fields, dict):
         raise RecordError(f"the line must be a JSON object, got {_kind(fields)}")
+    fields = _rename_columns(fields, format)
     record_id = fields.get("id", line.index)
     if not _can_be_written(record_id):
         raise RecordError("id is nested too deeply to be written back")
@@ -118,6 +137,43 @@ def error_record(
     if name_file:
         details["file"] = line.source
     return {"id": record_id, "index": line.index, "error": details}
+
+
+def _text_record(line: Line, defaults: Mapping[str, Any]) -> Record:
+    try:
+        prompt = line.data.decode()
+    except UnicodeDecodeError as error:
+        raise RecordError(f"the line is not UTF-8: {error}", "invalid_text", line.index) from None
+    params = SamplingParams(**defaults)
+    return Record(line.index, line.number, line.source, line.index, params, prompt)
+
+
+def _rename_columns(fields: dict[str, Any], format: InputFormat) -> dict[str, Any]:
+    """``fields`` under the names they have here.
+
+    Raises:
+        RecordError: a column that should be there is not.
+    """
+    if format.prompt_field is None and format.id_field is None:
+        return fields
+    fields = dict(fields)
+    renamed = {}
+    for name, column in (("id", format.id_field), ("prompt", format.prompt_field)):
+        if column is None:
+            continue
+        if column not in fields:
+            there = ", ".join(map(repr, fields)) or "none"
+            message = f"there is no column {column!r}; there are {there}"
+            raise RecordError(message, id=renamed.get("id"))
+        renamed[name] = fields.pop(column)
+    # What stood under the names that now mean another column is foreign too.
+    others = {
+        name: value for name, value in fields.items() if name not in FIELDS or name in renamed
+    }
+    own = {name: value for name, value in fields.items() if name not in others}
+    if others and own.get("metadata") is None:
+        own["metadata"] = others
+    return own | renamed
 
 
 def _record(
