@@ -22,6 +22,8 @@ from ouro_batch.runner.base import MAX_STOP_IDS
 
 Messages = Sequence[Mapping[str, Any]]
 
+TOO_LONG = ("error", "truncate-left", "truncate-right")
+
 
 def derive_seed(job_seed: int, index: int, sample: int = 0) -> int:
     """The seed of a request that names none: a hash of (job seed, index, sample).
@@ -89,12 +91,18 @@ class Intake:
         messages: Messages | None,
         chat_template_kwargs: Mapping[str, Any] | None,
         index: int,
+        too_long: str = "error",
     ) -> Request:
         """A request that the engine can run.
+
+        ``too_long``: "error" refuses a prompt that does not fit beside ``max_tokens``,
+        "truncate-left" and "truncate-right" drop as many of its first or last tokens as needed.
 
         Raises:
             RequestError: it cannot.
         """
+        if too_long not in TOO_LONG:
+            raise RequestError(f"too_long must be one of {', '.join(TOO_LONG)}, got {too_long!r}")
         if (prompt is None) == (messages is None):
             raise RequestError("a request needs either a prompt or messages, one of the two")
         if messages is not None:
@@ -113,8 +121,20 @@ class Intake:
             arrived=time.perf_counter(),
             text=tokenizer and OutputText(tokenizer.detokenizer(), params.stop),
         )
+        if too_long != "error":
+            longest = self._longest_prompt(request)
+            if 0 < longest < len(tokens):
+                left = too_long == "truncate-left"
+                request.prompt = tokens[-longest:] if left else tokens[:longest]
+                request.truncated = len(tokens) - longest
         self._check(request)
         return request
+
+    def _longest_prompt(self, request: Request) -> int:
+        """Prompt tokens that fit beside what the request may generate; 0 or less: none."""
+        blocks = self.blocks.blocks - self.blocks.needed(0, request.decode_slots())
+        fits = blocks // self.config.loops * self.blocks.block_size
+        return min(self.max_model_len - request.params.max_tokens, fits)
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -215,4 +235,5 @@ def output_of(request: Request) -> RequestOutput:
             total_s=seconds(request.arrived, request.finished),
         ),
         seed=request.seed,
+        truncated_tokens=request.truncated,
     )

@@ -260,10 +260,13 @@ class LLM:
         messages: Messages | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         index: int = 0,
+        too_long: str = "error",
     ) -> int:
         """Queue one request, given by ``prompt`` or by ``messages``; returns its id.
 
-        ``index`` is its place in the job, from which a missing seed derives.
+        ``index`` is its place in the job, from which a missing seed derives. ``too_long`` says
+        what becomes of a prompt that does not fit: "error", "truncate-left" (its beginning goes)
+        or "truncate-right".
 
         Raises:
             RequestError: it cannot be run; nothing was queued.
@@ -275,6 +278,7 @@ class LLM:
             messages=messages,
             chat_template_kwargs=chat_template_kwargs,
             index=index,
+            too_long=too_long,
         )
         self._running_engine().add_request(request)
         self._unfinished[request.request_id] = request

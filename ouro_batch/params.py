@@ -188,6 +188,7 @@ class RequestOutput:
     usage: Usage
     timing: Timing
     seed: int
+    truncated_tokens: int = 0  # dropped from a prompt that was too long
 
     @property
     def mean_exit_depth(self) -> float | None:

@@ -65,7 +65,14 @@ class FakeLLM:
         self._decode_tokens = self._decode_loops = 0
 
     def add_request(
-        self, prompt=None, params=None, *, messages=None, chat_template_kwargs=None, index=0
+        self,
+        prompt=None,
+        params=None,
+        *,
+        messages=None,
+        chat_template_kwargs=None,
+        index=0,
+        too_long="error",
     ):
         if messages is not None:
             prompt = messages[-1]["content"] + (chat_template_kwargs or {}).get("suffix", "")

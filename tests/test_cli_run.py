@@ -15,6 +15,7 @@ import orjson
 import pytest
 
 COMMAND = [sys.executable, str(Path(__file__).with_name("fake_cli.py")), "run"]
+TINY_OURO = Path(__file__).parents[1] / "samples" / "tiny-ouro"
 PROMPTS = [{"id": f"q{n}", "prompt": "abcdefgh"[: 8 - n]} for n in range(6)]
 
 
@@ -515,3 +516,15 @@ def test_text_and_other_columns(folder):
     result = run(folder, "in.jsonl", "--prompt-field", "q", "--id-field", "key")
     (record,) = lines(result.stdout)
     assert (record["id"], record["text"], record["metadata"]) == ("k", "AB", {"answer": 1})
+
+
+def test_a_prompt_that_is_too_long_on_the_command_line(folder):
+    write(folder / "in.jsonl", [{"prompt": "x " * 600 + "17 + 25 =", "max_tokens": 8}])
+    command = [sys.executable, "-m", "ouro_batch", "run", "in.jsonl", "-q", "-m", str(TINY_OURO)]
+    refused = subprocess.run(command, cwd=folder, capture_output=True)
+    assert refused.returncode == 1
+    assert lines(refused.stdout)[0]["error"]["type"] == "too_long"
+    command += ["--on-too-long", "truncate-left"]
+    (record,) = lines(subprocess.run(command, cwd=folder, capture_output=True).stdout)
+    assert record["truncated_tokens"] > 0
+    assert record["usage"]["prompt_tokens"] == 504  # of 512 positions

@@ -261,6 +261,32 @@ def test_no_value_of_one_request_stops_the_engine(folder, name, value):
     assert {len(output.token_ids) for output in drain(llm)} == {3}
 
 
+@pytest.mark.parametrize(
+    ("options", "length", "kept"),
+    [
+        ({}, 260, 246),  # positions
+        ({"kv_tokens": 40, "block_size": 4}, 100, 28),  # cache
+        ({"max_model_len": 20}, 30, 10),
+    ],
+)
+def test_a_prompt_that_is_too_long_loses_one_end(folder, options, length, kept):
+    llm = LLM(folder, **options)
+    prompt = [1 + i % 40 for i in range(length)]
+    for too_long, rest in [("truncate-left", prompt[-kept:]), ("truncate-right", prompt[:kept])]:
+        expected = llm.generate([rest], full_depth(10))[0]
+        llm.add_request(prompt, full_depth(10), too_long=too_long)
+        (output,) = drain(llm)
+        assert output.usage.prompt_tokens == kept
+        assert output.truncated_tokens == length - kept
+        assert output.token_ids == expected.token_ids
+        assert expected.truncated_tokens == 0
+        with pytest.raises(RequestError):  # one more does not fit
+            llm.add_request(prompt[: kept + 1], full_depth(10))
+    with pytest.raises(RequestError, match="max_tokens"):  # nothing of the prompt would be left
+        llm.add_request(prompt, full_depth(400), too_long="truncate-left")
+    assert llm.blocks.in_use == 0
+
+
 def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
     llm = LLM(folder)
     with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):

@@ -44,6 +44,12 @@ class Format(str, Enum):
     text = "text"
 
 
+class TooLong(str, Enum):
+    error = "error"
+    truncate_left = "truncate-left"
+    truncate_right = "truncate-right"
+
+
 class Resume(str, Enum):
     auto = "auto"
     force = "force"
@@ -159,6 +165,15 @@ def run(
             " give the options and input of that job.",
         ),
     ] = False,
+    on_too_long: Annotated[
+        TooLong,
+        _option(
+            FILES,
+            "--on-too-long",
+            help="What becomes of a prompt that does not fit beside --max-tokens: an error record,"
+            " or it loses its first (left) or last (right) tokens.",
+        ),
+    ] = TooLong.error,
     max_errors: Annotated[
         int | None,
         _option(
@@ -450,6 +465,7 @@ def run(
         sampling=sampling,
         recorded={"model": model, **engine},
         format=InputFormat(format is Format.text, prompt_field, id_field),
+        too_long=on_too_long.value,
         token_ids=token_ids,
         overwrite=overwrite,
         resume=resume.value,

@@ -36,6 +36,7 @@ class Request:
     arrived: float
     text: OutputText | None = None  # None without a tokenizer
 
+    truncated: int = 0  # prompt tokens dropped because the prompt was too long
     status: Status = Status.WAITING
     row: int = -1
     blocks: RequestBlocks | None = None

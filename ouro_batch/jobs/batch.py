@@ -64,6 +64,7 @@ class BatchOptions:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     recorded: Mapping[str, Any] = field(default_factory=dict)
     format: InputFormat = field(default_factory=InputFormat)
+    too_long: str = "error"
     token_ids: bool = False
     overwrite: bool = False
     resume: str = "auto"
@@ -173,6 +174,7 @@ class _Batch:
             "checkpoint": model.get("fingerprint"),
             **{name: about.get(name) for name in named},
             **self._options.sampling,
+            "on_too_long": self._options.too_long,
             "token_ids": self._options.token_ids,
         }
 
@@ -187,6 +189,7 @@ class _Batch:
             self._writer,
             defaults=options.sampling,
             format=options.format,
+            too_long=options.too_long,
             token_ids=options.token_ids,
             name_files=len(options.inputs) > 1,
             progress=progress,

@@ -41,6 +41,7 @@ class Job:
         writer: where records go; the caller ends it with ``finish`` or ``keep``.
         defaults: sampling fields for lines that do not name them.
         format: how lines are read.
+        too_long: what becomes of prompts that do not fit, as ``LLM.add_request`` has it.
         token_ids: whether output records carry ``token_ids``.
         name_files: whether error records name their input file.
         progress: told of every step.
@@ -58,6 +59,7 @@ class Job:
         *,
         defaults: Mapping[str, Any] | None = None,
         format: InputFormat | None = None,
+        too_long: str = "error",
         token_ids: bool = False,
         name_files: bool = False,
         progress: Progress | None = None,
@@ -73,6 +75,7 @@ class Job:
         self._writer = writer
         self._defaults = defaults or {}
         self._format = format
+        self._too_long = too_long
         self._token_ids = token_ids
         self._name_files = name_files
         self._progress = progress or QuietProgress()
@@ -150,13 +153,16 @@ class Job:
             return
         try:
             if record.messages is None:
-                request_id = self._llm.add_request(record.prompt, record.params, index=record.index)
+                request_id = self._llm.add_request(
+                    record.prompt, record.params, index=record.index, too_long=self._too_long
+                )
             else:
                 request_id = self._llm.add_request(
                     params=record.params,
                     messages=record.messages,
                     chat_template_kwargs=record.chat_template_kwargs,
                     index=record.index,
+                    too_long=self._too_long,
                 )
         except RequestError as error:
             self._fail(line, record.id, error, line_hash)

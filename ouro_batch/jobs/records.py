@@ -124,6 +124,8 @@ def result_record(record: Record, output: RequestOutput, *, token_ids: bool) -> 
         "seed": output.seed,
         "metadata": record.metadata,
     }
+    if output.truncated_tokens:
+        result["truncated_tokens"] = output.truncated_tokens
     if token_ids:
         result["token_ids"] = list(output.token_ids)
     return result
