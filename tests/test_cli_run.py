@@ -1,6 +1,5 @@
 """``ouro-batch run`` as a user runs it, in a process of its own, with a fake LLM."""
 
-import gzip
 import os
 import pty
 import re
@@ -15,7 +14,6 @@ import orjson
 import pytest
 
 COMMAND = [sys.executable, str(Path(__file__).with_name("fake_cli.py")), "run"]
-TINY_OURO = Path(__file__).parents[1] / "samples" / "tiny-ouro"
 PROMPTS = [{"id": f"q{n}", "prompt": "abcdefgh"[: 8 - n]} for n in range(6)]
 
 
@@ -448,83 +446,3 @@ def test_the_real_engine_on_a_random_checkpoint(tmp_path):
     assert stats["exit_depth"]["mean"] == pytest.approx(stats["engine"]["mean_exit_depth"])
     assert stats["tokens"]["completion"] == stats["engine"]["completion_tokens"] == 30
     assert stats["model"]["config"]["loops"] == 3
-
-
-def test_compressed_files_and_patterns(folder):
-    zstandard = pytest.importorskip("zstandard")
-    (folder / "shards").mkdir()
-    whole = (folder / "in.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "shards" / "1.jsonl").write_bytes(b"".join(whole[:2]))
-    (folder / "shards" / "2.jsonl.gz").write_bytes(gzip.compress(b"".join(whole[2:4])))
-    (folder / "shards" / "3.jsonl.zst").write_bytes(b"".join(map(zstandard.compress, whole[4:])))
-    result = run(folder, "shards/*", "-o", "out")
-    assert result.returncode == 0, result.stderr
-    assert b"6 requests" in result.stderr
-    records = lines((folder / "out").read_bytes())
-    assert [record["id"] for record in records] == [f"q{n}" for n in range(6)]
-    assert b"no file matches none/*" in run(folder, "none/*").stderr
-
-
-@pytest.mark.parametrize("name", ["in.gz", "in.zst"])
-@pytest.mark.parametrize("damage", ["cut", "foreign"])
-def test_a_damaged_compressed_file_is_named(folder, name, damage):
-    compress = gzip.compress
-    if name.endswith("zst"):
-        compress = pytest.importorskip("zstandard").compress
-    data = compress(os.urandom(200_000)) if damage == "cut" else b"plain text\n"
-    (folder / name).write_bytes(data[:-5000] if damage == "cut" else data)
-    result = run(folder, name, "-o", "out", "-q")
-    assert result.returncode == 3
-    assert f"error: reading {name} failed" in result.stderr.decode()
-    assert b"Traceback" not in result.stderr
-
-
-def test_a_missing_decompressor_is_named(folder):
-    (folder / "in.zst").write_bytes(b"")
-    (folder / "zstandard.py").write_text("raise ImportError\n")
-    result = run(folder, "in.zst", env={**os.environ, "PYTHONPATH": str(folder)})
-    assert result.returncode == 2
-    assert b"needs the package zstandard (pip install 'ouro-batch[zstd]'" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "stopped", "kept"),
-    [
-        (["--fail-fast"], b"a record failed, the last in line 2 of in.jsonl", 1),
-        (["--max-errors", "2"], b"2 records failed, the last in line 4 of in.jsonl", 2),
-        (["--max-errors", "3"], b"", 4),
-    ],
-)
-def test_a_job_stops_at_as_many_errors_as_it_may_have(folder, option, stopped, kept):
-    good = {"prompt": "abc"}
-    write(folder / "in.jsonl", [good, {"promt": "x"}, good, {"prompt": "refuse me"}])
-    result = run(folder, "in.jsonl", "-o", "out", *option)
-    assert result.returncode == 1
-    assert stopped in result.stderr
-    if stopped:
-        assert names(folder) == ["in.jsonl", "out.part"]
-        assert sum("error" in entry["record"] for entry in part_entries(folder)) == kept
-    else:
-        assert len(lines((folder / "out").read_bytes())) == kept
-
-
-def test_text_and_other_columns(folder):
-    (folder / "in.txt").write_bytes(b"\xef\xbb\xbfab\r\n\n  cd \nefg")
-    assert run(folder, "in.txt", "-o", "out", "--format", "text").returncode == 0
-    assert [r["text"] for r in lines((folder / "out").read_bytes())] == ["AB", "  CD ", "EFG"]
-    write(folder / "in.jsonl", [{"q": "ab", "key": "k", "answer": 1}])
-    result = run(folder, "in.jsonl", "--prompt-field", "q", "--id-field", "key")
-    (record,) = lines(result.stdout)
-    assert (record["id"], record["text"], record["metadata"]) == ("k", "AB", {"answer": 1})
-
-
-def test_a_prompt_that_is_too_long_on_the_command_line(folder):
-    write(folder / "in.jsonl", [{"prompt": "x " * 600 + "17 + 25 =", "max_tokens": 8}])
-    command = [sys.executable, "-m", "ouro_batch", "run", "in.jsonl", "-q", "-m", str(TINY_OURO)]
-    refused = subprocess.run(command, cwd=folder, capture_output=True)
-    assert refused.returncode == 1
-    assert lines(refused.stdout)[0]["error"]["type"] == "too_long"
-    command += ["--on-too-long", "truncate-left"]
-    (record,) = lines(subprocess.run(command, cwd=folder, capture_output=True).stdout)
-    assert record["truncated_tokens"] > 0
-    assert record["usage"]["prompt_tokens"] == 504  # of 512 positions
