@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import reprlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,16 @@ class Intake:
             raise RequestError(f"too_long must be one of {', '.join(TOO_LONG)}, got {too_long!r}")
         if (prompt is None) == (messages is None):
             raise RequestError("a request needs either a prompt or messages, one of the two")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, got {reprlib.repr(params)}"
+                " (write SamplingParams(max_tokens=...))"
+            )
         if messages is not None:
             tokens = self._encode_chat(messages, chat_template_kwargs or {})
         else:
             tokens = self._encode_prompt(prompt)
+        self._check_vocabulary(tokens)
         tokenizer = self.text.tokenizer
         request = Request(
             request_id=request_id,
@@ -139,22 +146,28 @@ class Intake:
     def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.text.require_tokenizer().encode(prompt)
-        if not isinstance(prompt, Iterable):
-            raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}")
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
+            raise RequestError(
+                f"a prompt must be text or a list of token ids, got {reprlib.repr(prompt)}"
+            )
         tokens = list(prompt)
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise RequestError(f"a prompt of token ids holds {token!r}, which is no integer")
-            if not 0 <= token < self.config.vocab_size:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.config.vocab_size}"
-                )
         return tokens
 
     def _encode_chat(self, messages: Messages, kwargs: Mapping[str, Any]) -> list[int]:
         if self.text.chat_template is None:
             raise RequestError("this model has no chat template: give a prompt instead of messages")
         return encode_chat(self.text.require_tokenizer(), self.text.chat_template, messages, kwargs)
+
+    def _check_vocabulary(self, tokens: list[int]) -> None:
+        """A tokenizer can have added tokens for which the model has no embedding."""
+        for token in tokens:
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {self.config.vocab_size}"
+                )
 
     def _check(self, request: Request) -> None:
         """Refuse what the model or an empty cache cannot hold."""
@@ -209,6 +222,8 @@ class Intake:
             own += self.config.eos_token_ids
             if chat and self.text.end_of_turn is not None:
                 own.append(self.text.end_of_turn)
+        # A token that the model cannot produce ends nothing; the others must fit a device's row.
+        own = [token for token in own if token < self.config.vocab_size]
         ids = tuple(dict.fromkeys([*own, *params.stop_token_ids]))
         if len(ids) > MAX_STOP_IDS:
             raise RequestError(f"{len(ids)} stop token ids; at most {MAX_STOP_IDS} are supported")

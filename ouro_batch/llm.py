@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ from ouro_batch.model.source import CheckpointSource, ModelSource
 from ouro_batch.options import (
     SCHEDULES,
     check_choice,
+    check_finite,
     check_positive,
     resolve_attention,
     resolve_device,
@@ -124,6 +126,8 @@ class LLM:
             ("max_model_len", max_model_len),
         ]:
             check_positive(name, value)
+        check_finite("kv_memory", kv_memory)
+        check_finite("gpu_memory_utilization", gpu_memory_utilization)
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
             raise EngineError(f"seed must be an integer from 0 to {MAX_SEED}, got {seed!r}")
         self.seed = seed
@@ -274,7 +278,7 @@ class LLM:
         request = self.intake.request(
             self._next_id,
             prompt,
-            params or SamplingParams(),
+            SamplingParams() if params is None else params,
             messages=messages,
             chat_template_kwargs=chat_template_kwargs,
             index=index,
@@ -398,6 +402,10 @@ class LLM:
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(requests)
+        if not isinstance(params, Sequence) or isinstance(params, str):
+            raise RequestError(
+                f"params must be SamplingParams or a list of them, got {reprlib.repr(params)}"
+            )
         if len(params) != len(requests):
             raise RequestError(f"{len(params)} sampling params for {len(requests)} prompts")
         order: dict[int, int] = {}

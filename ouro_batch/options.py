@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 
@@ -25,12 +26,18 @@ def check_positive(name: str, value: int | None) -> None:
         raise EngineError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
+def check_finite(name: str, value: float | None) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (number and abs(value) < math.inf):
+        raise EngineError(f"{name} must be a finite number, got {value!r}")
+
+
 def resolve_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise EngineError(f"device {device!r} is not known: use auto, cpu or cuda") from error
     if resolved.type not in ("cpu", "cuda"):
         raise EngineError(f"device {device!r} is not supported: use auto, cpu or cuda")

@@ -125,6 +125,8 @@ def test_wrong_use_is_status_2_on_standard_error(invoke, arguments):
         (["--stop", ""], "stop must not hold an empty string"),
         (["--kv-tokens", "5", "--kv-memory", "1"], "give one of them"),
         (["--kv-memory", "0"], "--kv-memory must be above 0 GiB"),
+        (["--kv-memory", "inf"], "--kv-memory must be above 0 GiB and finite, got inf"),
+        (["--kv-memory", "nan"], "--kv-memory must be above 0 GiB and finite, got nan"),
         (["--gpu-memory-utilization", "1.5"], "above 0 and at most 1, got 1.5"),
         (["--stats", "no/such/folder/s.json"], "there is no folder"),
     ],

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import Model, Unigram, WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from ouro_batch import LLM, SamplingParams
 from ouro_batch.engine import scheduler as scheduler_module
@@ -225,6 +230,10 @@ def test_replay_follows_the_given_depths(folder):
     [
         ([], {}, "empty"),
         (7, {}, "a prompt must be text or a list of token ids, got 7"),
+        (b"ab", {}, "a prompt must be text or a list of token ids, got b'ab'"),
+        (bytearray(b"ab"), {}, "a prompt must be text or a list of token ids, got bytearray"),
+        ({1, 2}, {}, "a prompt must be text or a list of token ids, got {1, 2}"),
+        ({1: 2}, {}, "a prompt must be text or a list of token ids, got {1: 2}"),
         ([48], {}, "token id 48 is outside the vocabulary of 48"),
         ([-1], {}, "token id -1 is outside"),
         ([True], {}, "no integer"),
@@ -287,6 +296,62 @@ def test_a_prompt_that_is_too_long_loses_one_end(folder, options, length, kept):
     assert llm.blocks.in_use == 0
 
 
+def spell(folder: Path, model: Model, added: Sequence[str] = ()) -> None:
+    """Give a checkpoint a tokenizer of whole words."""
+    tokenizer = Backend(model)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(list(added))
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+WORDS = {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "added", "message"),
+    [
+        (WordLevel(WORDS | {f"<{i}>": i for i in [0, *range(3, 48)]}), ["<48>"], "token id 48"),
+        (WordLevel(WORDS | {"<unk>": 99}, unk_token="<unk>"), [], "token id 99"),
+        (WordLevel(WORDS), [], "the tokenizer cannot encode the text"),
+        (Unigram([("a", -1.0), ("b", -1.0)], None), [], "the tokenizer cannot encode the text"),
+    ],
+    ids=["added-token", "unknown-token", "no-unknown-token", "unigram"],
+)
+@pytest.mark.parametrize("chat", [False, True], ids=["prompt", "messages"])
+def test_no_text_of_one_request_stops_the_engine(tmp_path, model, added, message, chat):
+    """A tokenizer may know more tokens than the model, or not know what to do with a text."""
+    folder = write_checkpoint(tmp_path)
+    spell(folder, model, added)
+    template = "{% for message in messages %}{{ message.content }} <48>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    llm = LLM(folder)
+    llm.add_request("a", full_depth(3))
+    messages = [{"role": "user", "content": "a"}]
+    request = {"messages": messages} if chat else {"prompt": "a <48>"}
+    with pytest.raises(RequestError, match=message):
+        llm.add_request(params=full_depth(3), **request)
+    (output,) = drain(llm)
+    assert len(output.token_ids) == 3
+
+
+@pytest.mark.parametrize("eos", [48, 2**40, [*range(48, 99)]], ids=["48", "2**40", "many"])
+def test_an_eos_token_that_the_model_cannot_produce_ends_nothing(tmp_path, eos):
+    llm = LLM(write_checkpoint(tmp_path, eos_token_id=eos))
+    (output,) = llm.generate([[1, 2]], SamplingParams(4))
+    assert output.finish_reason == "length"
+    assert output.token_ids == llm.generate([[1, 2]], full_depth(4))[0].token_ids
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], "x", 5, ["x"]], ids=str)
+def test_params_of_another_type_are_refused(folder, params):
+    llm = LLM(folder)
+    with pytest.raises(RequestError, match="params must be SamplingParams"):
+        llm.generate([[1]], params)
+    with pytest.raises(RequestError, match="params must be SamplingParams"):
+        llm.add_request([1], params)
+    assert not llm.has_unfinished
+
+
 def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
     llm = LLM(folder)
     with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
@@ -311,6 +376,11 @@ def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
         ({"kv_memory": 1e-9}, "one token needs 3"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"max_model_len": 1000}, "max_model_len 1000 is above the model's 256 positions"),
+        ({"gpu_memory_utilization": "x"}, "gpu_memory_utilization must be a finite number"),
+        ({"kv_memory": float("nan")}, "kv_memory must be a finite number, got nan"),
+        ({"kv_memory": float("inf")}, "kv_memory must be a finite number, got inf"),
+        ({"kv_memory": "1"}, "kv_memory must be a finite number, got '1'"),
+        ({"device": None}, "device None is not known"),
         ({"loops": 0}, "loops must be"),
         ({"seed": -1}, "seed must be an integer from 0"),
         ({"seed": "x"}, "seed must be an integer from 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -491,8 +492,8 @@ def _check_memory(kv_tokens: int | None, kv_memory: float | None, utilization: f
     """Refuse here what the engine would refuse only after the model was loaded."""
     if kv_tokens is not None and kv_memory is not None:
         raise UsageError("--kv-tokens and --kv-memory both size the cache: give one of them")
-    if kv_memory is not None and not kv_memory > 0:
-        raise UsageError(f"--kv-memory must be above 0 GiB, got {kv_memory}")
+    if kv_memory is not None and not 0 < kv_memory < math.inf:
+        raise UsageError(f"--kv-memory must be above 0 GiB and finite, got {kv_memory}")
     if not 0 < utilization <= 1:
         raise UsageError(
             f"--gpu-memory-utilization must be above 0 and at most 1, got {utilization}"

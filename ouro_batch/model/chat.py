@@ -141,10 +141,10 @@ class ChatTemplate:
         for messages in ([user, answer], [system, user, answer], [answer]):
             try:
                 text = self.render(messages, add_generation_prompt=False)
+                _, marker, rest = text.rpartition(_MARKER)
+                ids = tokenizer.encode(rest.lstrip(), add_special_tokens=False) if marker else []
             except RequestError:  # not every template takes every sequence of roles
                 continue
-            _, marker, rest = text.rpartition(_MARKER)
-            ids = tokenizer.encode(rest.lstrip(), add_special_tokens=False) if marker else []
             if ids and tokenizer.is_added(ids[0]):
                 return ids[0]
         return None

@@ -52,7 +52,8 @@ class Tokenizer:
         """Token ids of ``text``; the text of a special token in it becomes that token.
 
         Raises:
-            RequestError: the text holds a lone surrogate, which no UTF-8 has.
+            RequestError: the text holds a lone surrogate, which no UTF-8 has, or the tokenizer
+                cannot encode it (some have no token for unknown text).
         """
         try:
             text.encode("utf-8")
@@ -61,7 +62,12 @@ class Tokenizer:
                 f"the text holds the lone surrogate {text[error.start]!r} at character"
                 f" {error.start}, which is no Unicode character (remove it)"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises nothing narrower
+            raise RequestError(
+                f"the tokenizer cannot encode the text: {error} (change it, or give token ids)"
+            ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
