@@ -67,13 +67,15 @@ def test_abort_at_every_moment_frees_everything(folder, steps):
     assert llm.blocks.in_use == 0
 
 
-def test_a_failing_device_frees_everything_and_the_engine_goes_on(folder, monkeypatch):
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_a_failing_device_frees_everything_and_the_engine_goes_on(folder, monkeypatch, steps):
+    """Whatever the step before it had produced and nobody has read yet."""
     llm = LLM(folder, max_rows=4)
     expected = llm.generate([[1, 2]], full_depth(5))[0].token_ids
     for index in range(6):
         llm.add_request([index + 1], full_depth(10))
-    llm.step()
-    llm.step()
+    for _ in range(steps):
+        llm.step()
     model = llm.engine.runner.model
 
     def fail(*args):
@@ -332,6 +334,56 @@ def test_no_text_of_one_request_stops_the_engine(tmp_path, model, added, message
         llm.add_request(params=full_depth(3), **request)
     (output,) = drain(llm)
     assert len(output.token_ids) == 3
+
+
+@pytest.mark.parametrize("schedule", ["refill", "no-refill", "serial"])
+@pytest.mark.parametrize("rows", [2, 3], ids=["row-taken-over", "row-left-free"])
+def test_a_stop_string_ends_a_request_and_nothing_else(tmp_path, schedule, rows):
+    """What the device has run beyond it is dropped: its row goes to others undisturbed."""
+    folder = write_checkpoint(tmp_path)
+    spell(folder, WordLevel({f"w{i}": i for i in range(48)}))
+    llm = LLM(folder, schedule=schedule, max_rows=rows)
+    shallow = {"exit_threshold": 0.0, "ignore_eos": True}  # a token a step
+    params = [SamplingParams(n, **shallow) for n in (12, 30, 9)]
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    whole, *others = [llm.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
+    texts = llm.token_texts(whole.token_ids)
+    stop = "".join(texts[3:5])[1:-1]  # across the border of two tokens
+    cut = whole.text.index(stop)
+    seen = next(i for i in range(12) if stop in "".join(texts[: i + 1]))
+    before = llm.statistics()
+
+    stopped, *rest = llm.generate(
+        prompts, [SamplingParams(12, stop=[stop], **shallow), *params[1:]]
+    )
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole.text[:cut]
+    assert stopped.token_ids == whole.token_ids[: seen + 1]
+    assert len(stopped.exit_depths) == seen + 1
+    assert [(o.token_ids, o.text) for o in rest] == [(o.token_ids, o.text) for o in others]
+    after = llm.statistics()
+    assert after["dropped_tokens"] - before["dropped_tokens"] == 1
+    assert after["completion_tokens"] - before["completion_tokens"] == seen + 1 + 30 + 9
+
+
+def test_the_end_of_turn_token_ends_chat_requests_alone(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    tokens = LLM(folder).generate([[1, 2]], full_depth(12))[0].token_ids
+    end = tokens[5]
+    spell(folder, WordLevel({f"w{i}": i for i in range(48)}), [f"w{end}"])
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}"
+        f"{{% if message.role == 'assistant' %}} w{end}{{% endif %}}{{% endfor %}}"
+    )
+    llm = LLM(folder)
+    params = SamplingParams(12, exit_threshold=1.0)
+    conversation = [{"role": "user", "content": "w1 w2"}]
+    (chat,) = llm.chat([conversation], params)
+    assert chat.token_ids == tokens[: tokens.index(end) + 1]
+    assert chat.finish_reason == "stop"
+    assert f"w{end}" not in chat.text.split()
+    assert llm.generate(["w1 w2"], params)[0].token_ids == tokens
+    assert llm.chat([conversation], full_depth(12))[0].token_ids == tokens  # ignore_eos
 
 
 @pytest.mark.parametrize("eos", [48, 2**40, [*range(48, 99)]], ids=["48", "2**40", "many"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ouro_batch import LLM, SamplingParams
-from ouro_batch.model.ouro import Ouro
+from ouro_batch.model.ouro import Ouro, rms_norm
 from ouro_batch.model.source import CheckpointSource
 
 from .serial_oracle import SerialOracle
@@ -37,6 +37,17 @@ def test_variants_generate_what_the_oracle_does(tmp_path, variant):
         assert min(expected.margins) > 1e-4, "the seed makes a decision too close to call"
         assert output.token_ids == expected.tokens
         assert output.exit_depths == expected.depths
+
+
+def test_rms_norm_rounds_before_the_weight():
+    """As the released code does: the norm to the model's dtype first, then times the weight."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(64, 32, generator=generator).bfloat16() for _ in range(2))
+    wide = x.double()
+    expected = weight * (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
+    # The variance's last bit may move a value over a rounding border; the other order changes
+    # a quarter of the values.
+    assert (rms_norm(x, weight, 1e-6) == expected).float().mean() > 0.99
 
 
 def test_linear_rope_scaling_divides_positions(tmp_path):

@@ -131,6 +131,19 @@ def test_greedy_and_tiny_temperature_take_the_best():
         args = (ones * temperature, zeros, ones, zeros, zeros)
         assert torch.equal(sample(logits, *args), best)
     assert torch.equal(sample(logits, ones * 5, zeros + 1, ones, zeros, zeros), best)
+    for top_p in (1e-6, 1e-38, 0.0):  # the smallest top_p above 0 is 0 in FP32
+        assert torch.equal(sample(logits, ones * 5, zeros, ones * top_p, zeros, zeros), best)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_top_p_counts_probabilities_after_temperature(temperature):
+    logits = torch.linspace(-2, 2, 10)
+    probabilities = (logits / temperature).softmax(0)
+    reach = float(probabilities[6:].sum()) - 1e-3  # the four best just reach it
+    counts = torch.bincount(draw(logits, 20_000, temperature, top_p=reach), minlength=10)
+    assert counts[:6].sum() == 0
+    kept = probabilities[6:] / probabilities[6:].sum()
+    assert chi_square(counts[6:], kept) < 16.3  # 3 degrees of freedom, 0.1%
 
 
 @pytest.fixture(scope="module")
