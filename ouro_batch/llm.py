@@ -17,7 +17,7 @@ from ouro_batch.engine.kv import BlockManager
 from ouro_batch.engine.request import Request
 from ouro_batch.engine.scheduler import Scheduler
 from ouro_batch.environment import versions
-from ouro_batch.errors import EngineError, RequestError
+from ouro_batch.errors import EngineError, ModelError, RequestError
 from ouro_batch.intake import Intake, Messages, TextSide, output_of
 from ouro_batch.model.files import fingerprint
 from ouro_batch.model.ouro import Ouro
@@ -135,6 +135,8 @@ class LLM:
         self.attention = resolve_attention(attention, self.device)
         if isinstance(model, (str, Path)):
             model = CheckpointSource(str(model), revision)
+        elif not hasattr(model, "config"):
+            raise ModelError(f"model must be a folder, a hub id or a ModelSource, got {model!r}")
         self.source = model
         config = model.config
         self.config = config if loops is None else replace(config, loops=loops)

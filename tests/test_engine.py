@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from ouro_batch import LLM, SamplingParams
 from ouro_batch.engine import scheduler as scheduler_module
-from ouro_batch.errors import EngineError, RequestError
+from ouro_batch.errors import EngineError, ModelError, RequestError
 
 from .tiny import CONFIG, write_checkpoint
 
@@ -478,6 +478,12 @@ def test_requests_beside_a_generate_call_keep_running(folder):
     expected = llm.generate([[1, 2]], full_depth(9))
     assert len(expected[0].token_ids) == 9
     assert [o.request_id for o in drain(llm)] == [mine]
+
+
+@pytest.mark.parametrize("model", [None, 7, b"folder"])
+def test_a_model_of_the_wrong_type_is_named(model):
+    with pytest.raises(ModelError, match=f"a hub id or a ModelSource, got {model!r}"):
+        LLM(model)
 
 
 def test_a_closed_llm_says_so(folder):

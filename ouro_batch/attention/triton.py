@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ouro_batch.attention.base import Attention, KVCache, PrefillSegment, SlotTables
-from ouro_batch.kernels.decode_attention import DecodeWork, build_decode_work, decode_attention
+from ouro_batch.kernels.decode_attention import decode_attention
+from ouro_batch.kernels.decode_work import DecodeWork, build_decode_work
 from ouro_batch.kernels.prefill_attention import (
     prefill_attention,
     prefill_config,

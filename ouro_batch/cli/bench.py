@@ -16,7 +16,7 @@ from ouro_batch.bench.workload import (
     parse_trace,
     parse_workloads,
 )
-from ouro_batch.cli.run import Attention, Dtype, Schedule
+from ouro_batch.cli.shared import ENGINE, MEMORY, Attention, Dtype, Schedule, option
 from ouro_batch.errors import EngineError, ModelError, RequestError
 
 STDOUT = "-"
@@ -24,8 +24,6 @@ DONE, SOME_FAILED, USAGE, ENGINE_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 WHAT = "What is measured"
 OUTPUT = "Output"
-ENGINE = "Engine"
-MEMORY = "Memory"
 
 
 class Exit(str, Enum):
@@ -33,14 +31,10 @@ class Exit(str, Enum):
     trace = "trace"
 
 
-def _option(panel: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, **settings)
-
-
 def bench(
     shape: Annotated[
         str | None,
-        _option(
+        option(
             WHAT,
             "--shape",
             metavar="NAME",
@@ -50,7 +44,7 @@ def bench(
     ] = None,
     model: Annotated[
         str | None,
-        _option(
+        option(
             WHAT,
             "--model",
             "-m",
@@ -61,7 +55,7 @@ def bench(
     ] = None,
     revision: Annotated[
         str | None,
-        _option(
+        option(
             WHAT,
             "--revision",
             metavar="REVISION",
@@ -71,7 +65,7 @@ def bench(
     ] = None,
     workload: Annotated[
         list[str] | None,
-        _option(
+        option(
             WHAT,
             "--workload",
             "-w",
@@ -83,7 +77,7 @@ def bench(
     ] = None,
     exit: Annotated[
         list[Exit] | None,
-        _option(
+        option(
             WHAT,
             "--exit",
             help="fixed: every token runs all loops; trace: depths drawn per token from --trace."
@@ -93,7 +87,7 @@ def bench(
     ] = None,
     trace: Annotated[
         str,
-        _option(
+        option(
             WHAT,
             "--trace",
             metavar="DEPTH:SHARE,...",
@@ -102,7 +96,7 @@ def bench(
     ] = DEFAULT_TRACE,
     schedule: Annotated[
         list[Schedule] | None,
-        _option(
+        option(
             WHAT,
             "--schedule",
             help="refill, no-refill or serial; may be given several times.",
@@ -111,7 +105,7 @@ def bench(
     ] = None,
     repetitions: Annotated[
         int,
-        _option(
+        option(
             WHAT,
             "--repetitions",
             metavar="N",
@@ -121,13 +115,11 @@ def bench(
     ] = 3,
     warmup: Annotated[
         int,
-        _option(
-            WHAT, "--warmup", metavar="N", min=0, help="Repetitions before that, not measured."
-        ),
+        option(WHAT, "--warmup", metavar="N", min=0, help="Repetitions before that, not measured."),
     ] = 1,
     compare: Annotated[
         tuple[str, str] | None,
-        _option(
+        option(
             WHAT,
             "--compare",
             metavar="A B",
@@ -139,21 +131,21 @@ def bench(
     ] = None,
     profile: Annotated[
         bool,
-        _option(WHAT, "--profile", help="Name where a decode step's time goes, by kernel, in us."),
+        option(WHAT, "--profile", help="Name where a decode step's time goes, by kernel, in us."),
     ] = False,
     profile_steps: Annotated[
         int,
-        _option(WHAT, "--profile-steps", metavar="N", min=1, help="Engine steps that it profiles."),
+        option(WHAT, "--profile-steps", metavar="N", min=1, help="Engine steps that it profiles."),
     ] = 16,
     seed: Annotated[
         int,
-        _option(
+        option(
             WHAT, "--seed", metavar="N", min=0, help="Seed of weights, prompts and drawn depths."
         ),
     ] = 0,
     output: Annotated[
         str | None,
-        _option(
+        option(
             OUTPUT,
             "--output",
             "-o",
@@ -164,14 +156,14 @@ def bench(
         ),
     ] = None,
     quiet: Annotated[
-        bool, _option(OUTPUT, "--quiet", "-q", help="No line for each row, only errors.")
+        bool, option(OUTPUT, "--quiet", "-q", help="No line for each row, only errors.")
     ] = False,
     attention: Annotated[
-        Attention, _option(ENGINE, "--attention", help="Attention implementation.")
+        Attention, option(ENGINE, "--attention", help="Attention implementation.")
     ] = Attention.auto,
     device: Annotated[
         str,
-        _option(
+        option(
             ENGINE,
             "--device",
             metavar="DEVICE",
@@ -180,7 +172,7 @@ def bench(
     ] = "auto",
     dtype: Annotated[
         Dtype,
-        _option(
+        option(
             ENGINE,
             "--dtype",
             help="Type of weights, activations and cache; auto: float32 on a CPU, the"
@@ -189,7 +181,7 @@ def bench(
     ] = Dtype.auto,
     loops: Annotated[
         int | None,
-        _option(
+        option(
             ENGINE,
             "--loops",
             metavar="N",
@@ -200,7 +192,7 @@ def bench(
     ] = None,
     max_rows: Annotated[
         int | None,
-        _option(
+        option(
             ENGINE,
             "--max-rows",
             metavar="N",
@@ -211,7 +203,7 @@ def bench(
     ] = None,
     max_batched_tokens: Annotated[
         int | None,
-        _option(
+        option(
             ENGINE,
             "--max-batched-tokens",
             metavar="N",
@@ -222,7 +214,7 @@ def bench(
     ] = None,
     max_model_len: Annotated[
         int | None,
-        _option(
+        option(
             ENGINE,
             "--max-model-len",
             metavar="N",
@@ -232,11 +224,11 @@ def bench(
         ),
     ] = None,
     block_size: Annotated[
-        int, _option(MEMORY, "--block-size", metavar="N", min=1, help="Slots of a cache block.")
+        int, option(MEMORY, "--block-size", metavar="N", min=1, help="Slots of a cache block.")
     ] = 16,
     kv_tokens: Annotated[
         int | None,
-        _option(
+        option(
             MEMORY,
             "--kv-tokens",
             metavar="N",
@@ -247,7 +239,7 @@ def bench(
     ] = None,
     kv_memory: Annotated[
         float | None,
-        _option(
+        option(
             MEMORY,
             "--kv-memory",
             metavar="GIB",
@@ -257,7 +249,7 @@ def bench(
     ] = None,
     gpu_memory_utilization: Annotated[
         float,
-        _option(
+        option(
             MEMORY,
             "--gpu-memory-utilization",
             metavar="SHARE",

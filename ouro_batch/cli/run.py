@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ouro_batch.cli.shared import ENGINE, MEMORY, Attention, Dtype, Schedule, option
 from ouro_batch.errors import RequestError
 from ouro_batch.jobs.batch import BatchOptions, ExitStatus, run_batch
 from ouro_batch.jobs.errors import UsageError
@@ -24,20 +25,6 @@ if TYPE_CHECKING:
 FILES = "Input and output"
 SAMPLING = "Sampling"
 EXIT = "Early exit"
-ENGINE = "Engine"
-MEMORY = "Memory"
-
-
-class Schedule(str, Enum):
-    refill = "refill"
-    no_refill = "no-refill"
-    serial = "serial"
-
-
-class Attention(str, Enum):
-    auto = "auto"
-    torch = "torch"
-    triton = "triton"
 
 
 class Format(str, Enum):
@@ -57,23 +44,12 @@ class Resume(str, Enum):
     never = "never"
 
 
-class Dtype(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 class _Messages(Console):
     """Standard error. A job outlives whoever read its progress."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
-def _option(panel: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, **settings)
 
 
 def run(
@@ -87,7 +63,7 @@ def run(
     ],
     model: Annotated[
         str,
-        _option(
+        option(
             FILES,
             "--model",
             "-m",
@@ -97,7 +73,7 @@ def run(
     ],
     revision: Annotated[
         str | None,
-        _option(
+        option(
             FILES,
             "--revision",
             metavar="REVISION",
@@ -107,7 +83,7 @@ def run(
     ] = None,
     format: Annotated[
         Format,
-        _option(
+        option(
             FILES,
             "--format",
             help="json: an object a line; text: a line is a prompt.",
@@ -115,7 +91,7 @@ def run(
     ] = Format.json,
     prompt_field: Annotated[
         str | None,
-        _option(
+        option(
             FILES,
             "--prompt-field",
             metavar="NAME",
@@ -125,7 +101,7 @@ def run(
     ] = None,
     id_field: Annotated[
         str | None,
-        _option(
+        option(
             FILES,
             "--id-field",
             metavar="NAME",
@@ -135,7 +111,7 @@ def run(
     ] = None,
     output: Annotated[
         str,
-        _option(
+        option(
             FILES,
             "--output",
             "-o",
@@ -145,11 +121,11 @@ def run(
         ),
     ] = STDOUT,
     overwrite: Annotated[
-        bool, _option(FILES, "--overwrite", help="Replace an output that exists.")
+        bool, option(FILES, "--overwrite", help="Replace an output that exists.")
     ] = False,
     resume: Annotated[
         Resume,
-        _option(
+        option(
             FILES,
             "--resume",
             help="What becomes of records that an unfinished job left in OUTPUT.part. auto: they"
@@ -159,7 +135,7 @@ def run(
     ] = Resume.auto,
     retry_errors: Annotated[
         bool,
-        _option(
+        option(
             FILES,
             "--retry-errors",
             help="Run the failed records of OUTPUT, or of OUTPUT.part, again and keep the others;"
@@ -168,7 +144,7 @@ def run(
     ] = False,
     on_too_long: Annotated[
         TooLong,
-        _option(
+        option(
             FILES,
             "--on-too-long",
             help="What becomes of a prompt that does not fit beside --max-tokens: an error record,"
@@ -177,7 +153,7 @@ def run(
     ] = TooLong.error,
     max_errors: Annotated[
         int | None,
-        _option(
+        option(
             FILES,
             "--max-errors",
             metavar="N",
@@ -187,14 +163,14 @@ def run(
         ),
     ] = None,
     fail_fast: Annotated[
-        bool, _option(FILES, "--fail-fast", help="Stop at the first failed record.")
+        bool, option(FILES, "--fail-fast", help="Stop at the first failed record.")
     ] = False,
     token_ids: Annotated[
-        bool, _option(FILES, "--token-ids", help="Put token ids into the output records.")
+        bool, option(FILES, "--token-ids", help="Put token ids into the output records.")
     ] = False,
     stats: Annotated[
         str | None,
-        _option(
+        option(
             FILES,
             "--stats",
             metavar="FILE",
@@ -204,7 +180,7 @@ def run(
     ] = None,
     preview: Annotated[
         int | None,
-        _option(
+        option(
             FILES,
             "--preview",
             metavar="N",
@@ -214,23 +190,23 @@ def run(
         ),
     ] = None,
     quiet: Annotated[
-        bool, _option(FILES, "--quiet", "-q", help="No progress and no summary, only errors.")
+        bool, option(FILES, "--quiet", "-q", help="No progress and no summary, only errors.")
     ] = False,
     max_tokens: Annotated[
         int,
-        _option(
+        option(
             SAMPLING, "--max-tokens", metavar="N", help="Tokens to generate at most, per record."
         ),
     ] = SamplingParams.max_tokens,
     temperature: Annotated[
         float,
-        _option(
+        option(
             SAMPLING, "--temperature", metavar="T", help="Logits are divided by it; 0 is greedy."
         ),
     ] = SamplingParams.temperature,
     top_p: Annotated[
         float,
-        _option(
+        option(
             SAMPLING,
             "--top-p",
             metavar="P",
@@ -240,7 +216,7 @@ def run(
     ] = SamplingParams.top_p,
     top_k: Annotated[
         int,
-        _option(
+        option(
             SAMPLING,
             "--top-k",
             metavar="N",
@@ -249,7 +225,7 @@ def run(
     ] = SamplingParams.top_k,
     seed: Annotated[
         int,
-        _option(
+        option(
             SAMPLING,
             "--seed",
             metavar="N",
@@ -260,7 +236,7 @@ def run(
     ] = 0,
     stop: Annotated[
         list[str] | None,
-        _option(
+        option(
             SAMPLING,
             "--stop",
             metavar="TEXT",
@@ -270,7 +246,7 @@ def run(
     ] = None,
     stop_token_id: Annotated[
         list[int] | None,
-        _option(
+        option(
             SAMPLING,
             "--stop-token-id",
             metavar="ID",
@@ -279,11 +255,11 @@ def run(
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, _option(SAMPLING, "--ignore-eos", help="Run past the model's end tokens.")
+        bool, option(SAMPLING, "--ignore-eos", help="Run past the model's end tokens.")
     ] = False,
     exit_threshold: Annotated[
         float | None,
-        _option(
+        option(
             EXIT,
             "--exit-threshold",
             metavar="P",
@@ -294,13 +270,13 @@ def run(
     ] = None,
     min_loops: Annotated[
         int,
-        _option(
+        option(
             EXIT, "--min-loops", metavar="N", help="Loops that every decoded token runs at least."
         ),
     ] = SamplingParams.min_loops,
     max_loops: Annotated[
         int | None,
-        _option(
+        option(
             EXIT,
             "--max-loops",
             metavar="N",
@@ -310,7 +286,7 @@ def run(
     ] = None,
     loops: Annotated[
         int | None,
-        _option(
+        option(
             EXIT,
             "--loops",
             metavar="N",
@@ -321,7 +297,7 @@ def run(
     ] = None,
     schedule: Annotated[
         Schedule,
-        _option(
+        option(
             ENGINE,
             "--schedule",
             help="refill: a row whose token exits starts its next token at once; no-refill: rows"
@@ -329,11 +305,11 @@ def run(
         ),
     ] = Schedule.refill,
     attention: Annotated[
-        Attention, _option(ENGINE, "--attention", help="Attention implementation.")
+        Attention, option(ENGINE, "--attention", help="Attention implementation.")
     ] = Attention.auto,
     device: Annotated[
         str,
-        _option(
+        option(
             ENGINE,
             "--device",
             metavar="DEVICE",
@@ -342,7 +318,7 @@ def run(
     ] = "auto",
     dtype: Annotated[
         Dtype,
-        _option(
+        option(
             ENGINE,
             "--dtype",
             help="Type of weights, activations and cache; auto: float32 on a CPU, the"
@@ -351,7 +327,7 @@ def run(
     ] = Dtype.auto,
     max_rows: Annotated[
         int | None,
-        _option(
+        option(
             ENGINE,
             "--max-rows",
             metavar="N",
@@ -362,7 +338,7 @@ def run(
     ] = None,
     max_batched_tokens: Annotated[
         int | None,
-        _option(
+        option(
             ENGINE,
             "--max-batched-tokens",
             metavar="N",
@@ -373,7 +349,7 @@ def run(
     ] = None,
     max_model_len: Annotated[
         int | None,
-        _option(
+        option(
             ENGINE,
             "--max-model-len",
             metavar="N",
@@ -384,18 +360,18 @@ def run(
     ] = None,
     batch_invariant: Annotated[
         bool,
-        _option(
+        option(
             ENGINE,
             "--batch-invariant",
             help="Results independent, bit for bit, of what shares the batch (not built yet).",
         ),
     ] = False,
     block_size: Annotated[
-        int, _option(MEMORY, "--block-size", metavar="N", min=1, help="Slots of a cache block.")
+        int, option(MEMORY, "--block-size", metavar="N", min=1, help="Slots of a cache block.")
     ] = 16,
     kv_tokens: Annotated[
         int | None,
-        _option(
+        option(
             MEMORY,
             "--kv-tokens",
             metavar="N",
@@ -406,7 +382,7 @@ def run(
     ] = None,
     kv_memory: Annotated[
         float | None,
-        _option(
+        option(
             MEMORY,
             "--kv-memory",
             metavar="GIB",
@@ -416,7 +392,7 @@ def run(
     ] = None,
     gpu_memory_utilization: Annotated[
         float,
-        _option(
+        option(
             MEMORY,
             "--gpu-memory-utilization",
             metavar="SHARE",

@@ -44,7 +44,7 @@ class PartFile:
         self.header: dict[str, Any] | None = None
         self.complete = False
         self._start = array("Q")  # of an index's line; MISSING where there is none
-        self._size = array("L")
+        self._size = array("I")
         self._hash = array("Q")  # of the records that were there before this run
         self._end = 0
         self._synced = time.monotonic()

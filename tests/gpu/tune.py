@@ -24,6 +24,7 @@ import torch
 from ouro_batch.kernels import decode_attention as decode
 from ouro_batch.kernels import matmul, norm
 from ouro_batch.kernels import prefill_attention as prefill
+from ouro_batch.kernels.decode_work import DecodeWork, build_decode_work
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, MLP, VOCAB = 24, 2048, 16, 128, 5632, 49152
 BLOCK = 16
@@ -119,11 +120,11 @@ def decode_trials() -> Iterator[Trial]:
             for split in (64, 128, 256, 512, 1024):
                 if split > max(context, 64):
                     continue
-                work = decode.DecodeWork.allocate(
-                    rows, decode.DecodeWork.max_items(rows, rows * context, split),
+                work = DecodeWork.allocate(
+                    rows, DecodeWork.max_items(rows, rows * context, split),
                     HEADS, HEADS, HEAD_DIM, torch.device("cuda"), split,
                 )  # fmt: skip
-                decode.build_decode_work(
+                build_decode_work(
                     work, index, torch.zeros_like(index), torch.full_like(index, context), lengths
                 )
                 sms = torch.cuda.get_device_properties(0).multi_processor_count

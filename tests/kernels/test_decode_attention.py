@@ -7,12 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ouro_batch.kernels import decode_attention as module
-from ouro_batch.kernels.decode_attention import (
-    DecodeWork,
-    build_decode_work,
-    decode_attention,
-    decode_tile,
-)
+from ouro_batch.kernels.decode_attention import decode_attention, decode_tile
+from ouro_batch.kernels.decode_work import DecodeWork, build_decode_work
 from torch import Tensor
 
 from .attention_cases import (
