@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ouro_batch.kernels import decode_attention as module
+from ouro_batch.kernels import decode_work as module
 from ouro_batch.kernels.decode_attention import decode_attention, decode_tile
 from ouro_batch.kernels.decode_work import DecodeWork, build_decode_work
 from torch import Tensor
