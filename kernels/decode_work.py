@@ -19,7 +19,8 @@ from .overlap import join, overlapped
 
 ITEM_FIELDS = 8  # entry, part, context, row, plane, prompt length, entry's first item and items
 BUILD_BLOCK = 1024  # entries read at a time
-STEP_PARTS = 64  # times the key/value heads, they keep every multiprocessor busy
+SPLIT_STEP = 16  # positions; splits are multiples of it
+RESIDENT = 8  # programs of the decode attention that a multiprocessor runs at once
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class DecodeWork:
 
     split: int
     max_split: int
+    at_once: int
     items: Tensor  # int32 [items, ITEM_FIELDS]
     entries: Tensor  # int32 [M, 2]: index of the first item, number of items
     counts: Tensor  # int32 [3]: items in the list, items the contexts ask for, split of the step
@@ -49,11 +51,14 @@ class DecodeWork:
         device: torch.device,
         split: int = 256,
         max_split: int | None = None,
+        at_once: int = 64,
     ) -> DecodeWork:
         """Room for ``max_entries`` entries of ``max_items`` items together (``max_items()``).
 
-        With ``max_split``, each step takes the power of two times ``split`` up to it that gives
-        about ``STEP_PARTS`` parts in all; without, results never depend on who shares the step.
+        With ``max_split``, each step takes the split up to it that cuts all contexts into no more
+        parts than run ``at_once`` (``parts_at_once``), none much longer than the average; where
+        there is none, the largest power of two times ``split`` that makes at least so many.
+        Without, results never depend on who shares the step.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -62,6 +67,7 @@ class DecodeWork:
         return cls(
             split,
             max_split or split,
+            at_once,
             items=zeros(max_items, ITEM_FIELDS),
             entries=zeros(max_entries, 2),
             counts=zeros(3),
@@ -72,13 +78,25 @@ class DecodeWork:
 
     @staticmethod
     def max_items(
-        max_entries: int, max_positions: int, split: int = 256, max_split: int | None = None
+        max_entries: int,
+        max_positions: int,
+        split: int = 256,
+        max_split: int | None = None,
+        at_once: int = 64,
     ) -> int:
         """Items that contexts of ``max_positions`` positions together can ask for at most."""
         parts = max_positions // (max_split or split)
         if max_split is not None:
-            parts = max(parts, 2 * STEP_PARTS)
+            parts = max(parts, 2 * at_once)
         return max_entries + parts
+
+
+def parts_at_once(kv_heads: int, device: torch.device) -> int:
+    """Parts that the device attends to at the same time, each in every key/value head."""
+    if device.type != "cuda":
+        return 64
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, processors * RESIDENT // kv_heads)
 
 
 def build_decode_work(
@@ -118,16 +136,47 @@ def build_decode_work(
         work.items.shape[0],
         work.split,
         work.max_split,
+        work.at_once,
         FIELDS=ITEM_FIELDS,
         BLOCK=BUILD_BLOCK,
         CHUNK=128,
-        STEP_PARTS=STEP_PARTS,
+        SPLIT_STEP=SPLIT_STEP,
         num_warps=4,
         **overlapped(overlap),
     )
 
 
-@triton.jit(do_not_specialize=["size", "capacity", "min_split", "max_split"])
+@triton.jit
+def _parts(contexts, size, split, BLOCK: tl.constexpr):
+    parts = 0
+    for start in range(0, size, BLOCK):
+        others = start + tl.arange(0, BLOCK)
+        lengths = tl.load(contexts + others, mask=others < size, other=0)
+        parts += tl.sum((lengths + split - 1) // split)
+    return parts
+
+
+@triton.jit
+def _choose_split(
+    contexts, size, min_split, max_split, at_once, BLOCK: tl.constexpr, STEP: tl.constexpr
+):
+    positions = _parts(contexts, size, 1, BLOCK)
+    even = tl.maximum(tl.cdiv(tl.cdiv(positions, at_once), STEP) * STEP, min_split)
+    # Beyond a quarter more, the longest part costs more than a second round of parts.
+    limit = tl.minimum(even + even // 4, max_split)
+    split = even
+    parts = _parts(contexts, size, split, BLOCK)
+    while (parts > at_once) & (split + STEP <= limit):
+        split += STEP
+        parts = _parts(contexts, size, split, BLOCK)
+    if (parts > at_once) | (split > max_split):
+        split = min_split
+        while (split * 2 <= max_split) & (split * 2 * at_once <= positions):
+            split *= 2
+    return split
+
+
+@triton.jit(do_not_specialize=["size", "capacity", "min_split", "max_split", "at_once"])
 def _build_kernel(
     rows,  # int32 [M]
     planes,  # int32 [M]
@@ -135,28 +184,23 @@ def _build_kernel(
     prompt_lengths,  # int32 [R]
     items,  # int32 [capacity, FIELDS]
     entries,  # int32 [M, 2]
-    counts,  # int32 [2]
+    counts,  # int32 [3]
     size,
     capacity,
     min_split,
     max_split,
+    at_once,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    STEP_PARTS: tl.constexpr,
+    SPLIT_STEP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program an entry: each adds up the contexts before its own, then writes its items."""
     join(OVERLAP)
     entry = tl.program_id(0)
     context = tl.load(contexts + entry)
-    positions = 0
-    for start in range(0, size, BLOCK):
-        others = start + tl.arange(0, BLOCK)
-        positions += tl.sum(tl.load(contexts + others, mask=others < size, other=0))
-    split = min_split
-    while (split * 2 <= max_split) & (split * 2 * STEP_PARTS <= positions):
-        split *= 2
+    split = _choose_split(contexts, size, min_split, max_split, at_once, BLOCK, SPLIT_STEP)
     whole_before = 0
     short_before = 0
     whole_total = 0

@@ -173,8 +173,8 @@ def _prefill_kernel(
     out_stride_head,
     query_stride_token,
     query_stride_head,
-    stride_block,
-    stride_slot,
+    stride_block: tl.constexpr,
+    stride_slot: tl.constexpr,
     stride_head,
     blocks_stride_row,
     blocks_stride_plane,
@@ -276,8 +276,8 @@ def _attend(
     stop,
     end,
     scale,
-    stride_block,
-    stride_slot,
+    stride_block: tl.constexpr,
+    stride_slot: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     B: tl.constexpr,
@@ -310,13 +310,13 @@ def _attend(
         # Table entries of the next tile are under way while this one is computed.
         following = at + BLOCK_N
         block = tl.load(blocks + following // B, mask=following < end, other=0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             # Key 0 is in the first tile of every query, so no row stays without a maximum.
             scores = tl.where(own[:, None] >= at[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         keep = tl.exp2(top - new_top)
-        weight = tl.exp2(scores - new_top[:, None])
+        weight = tl.exp2(scores * scale - new_top[:, None])
         total = total * keep + tl.sum(weight, 1)
         acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
         top = new_top

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ouro_batch.attention.base import Attention, KVCache, PrefillSegment, SlotTables
 from ouro_batch.kernels.decode_attention import decode_attention
-from ouro_batch.kernels.decode_work import DecodeWork, build_decode_work
+from ouro_batch.kernels.decode_work import DecodeWork, build_decode_work, parts_at_once
 from ouro_batch.kernels.prefill_attention import (
     prefill_attention,
     prefill_config,
@@ -53,15 +53,17 @@ class TritonAttention(Attention):
         overlap: bool = False,
     ):
         self._overlap = overlap
+        at_once = parts_at_once(config.num_kv_heads, device)
         self._work = DecodeWork.allocate(
             entries,
-            DecodeWork.max_items(entries, slots, SPLIT, MAX_SPLIT),
+            DecodeWork.max_items(entries, slots, SPLIT, MAX_SPLIT, at_once),
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             device,
             SPLIT,
             MAX_SPLIT,
+            at_once,
         )
         self._single_heads = config.num_heads == config.num_kv_heads
         self._prefill_config = prefill_config(dtype, config.head_dim)

@@ -36,6 +36,7 @@ def attend(
     split: int = 16,
     max_items: int | None = None,
     max_split: int | None = None,
+    at_once: int = 64,
     **choices: object,
 ) -> Tensor:
     """Run ``entries`` (row, plane, context), check what surrounds the result, return it."""
@@ -46,13 +47,14 @@ def attend(
         heads //= 3  # queries, keys and values
     work = DecodeWork.allocate(
         len(entries),
-        max_items or DecodeWork.max_items(len(entries), positions, split, max_split),
+        max_items or DecodeWork.max_items(len(entries), positions, split, max_split, at_once),
         heads,
         cache.keys.shape[2],
         head_dim,
         DEVICE,
         split,
         max_split,
+        at_once,
     )
     # Nothing may depend on what an earlier step left behind.
     work.items.fill_(WILD)
@@ -235,21 +237,44 @@ def test_a_list_too_short_stays_empty_and_says_so():
     assert work.counts[:2].tolist() == [0, 5]
 
 
-def test_a_step_chooses_its_split_by_its_positions(monkeypatch):
-    monkeypatch.setattr(module, "STEP_PARTS", 4)
+def test_a_step_chooses_its_split_by_its_contexts():
     cache = make_cache(SMALL)
-    queries = random_queries(2, 2, 16, torch.float32, seed=0)
-    for entries in ([(4, 1, 64), (0, 0, 3)], [(0, 0, 2), (4, 0, 5)]):
-        out = attend(cache, queries, entries, split=4, max_split=32)
+    queries = random_queries(3, 2, 16, torch.float32, seed=0)
+    for entries in ([(4, 1, 64), (0, 0, 3), (1, 2, 37)], [(0, 0, 2), (4, 0, 5), (1, 1, 30)]):
+        out = attend(cache, queries, entries, split=4, max_split=32, at_once=4)
         check(cache, queries, entries, out)
-    for contexts in ([1], [15, 16], [63, 0, 1], [64], [500, 3, 999], [2000] * 5):
-        capacity = DecodeWork.max_items(len(contexts), sum(contexts), 4, 32)
-        work = DecodeWork.allocate(len(contexts), capacity, 1, 1, 2, DEVICE, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "split"),
+    [
+        ([1], 64),  # never below the smallest
+        ([1050] * 8, 144),  # even shares of 132, in steps of 16: 8 parts each
+        ([1088] * 8, 144),
+        ([1153] * 8, 160),
+        ([1088] * 32, 544),  # 528 would cut each into three
+        ([1088] * 11, 224),  # 192 and 208 give six parts each, 66 beyond 64
+        ([1088] * 128, 1024),  # more than run at once whatever the split: the largest
+        ([16_384] + [10] * 50, 256),  # a split that suits all at once is too uneven
+        ([0, 0, 640, 0], 64),
+    ],
+)
+def test_parts_run_at_once_where_they_can(contexts, split):
+    capacity = DecodeWork.max_items(len(contexts), sum(contexts), 64, 1024, 64)
+    work = DecodeWork.allocate(len(contexts), capacity, 1, 1, 2, DEVICE, 64, 1024, 64)
+    zeros = int32([0] * len(contexts))
+    build_decode_work(work, zeros, zeros, int32(contexts), int32([1]))
+    parts = sum(-(-context // split) for context in contexts)
+    assert work.counts.tolist() == [parts, parts, split]
+
+
+def test_without_a_largest_split_it_never_follows_the_contexts():
+    for contexts in ([1], [1050] * 8, [9] * 40 + [5000]):
+        capacity = DecodeWork.max_items(len(contexts), sum(contexts), 256)
+        work = DecodeWork.allocate(len(contexts), capacity, 1, 1, 2, DEVICE, 256)
         zeros = int32([0] * len(contexts))
         build_decode_work(work, zeros, zeros, int32(contexts), int32([1]))
-        items, asked, split = work.counts.tolist()
-        assert items == asked == sum(-(-context // split) for context in contexts)
-        assert split == max([4] + [s for s in (8, 16, 32) if s * 4 <= sum(contexts)])
+        assert work.counts[2] == 256
 
 
 def test_wrong_arguments_are_named():
