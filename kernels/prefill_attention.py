@@ -105,7 +105,8 @@ def prefill_attention(
         queries: [T, H, D], FP32, FP16 or BF16; last dimension contiguous.
         keys, values: [blocks, B, G, D] of one layer in the dtype of ``queries``, same strides,
             last dimension contiguous.
-        tiles: int32 [tiles, TILE_FIELDS] of ``prefill_tiles`` for ``config.block_m``.
+        tiles: int32 [tiles, TILE_FIELDS] of ``prefill_tiles`` for ``config.block_m``, and any
+            number of zeros behind them.
         plane: the 0-based loop whose keys and values are read.
         prompt_blocks: int32 [R, L, blocks of a row], last dimension contiguous.
         scale: factor of the scores, D ** -0.5 where None.
@@ -193,6 +194,8 @@ def _prefill_kernel(
     token = tl.load(tile + 1).to(tl.int64)
     position = tl.load(tile + 2)
     tokens = tl.load(tile + 3)
+    if tokens == 0:  # padding of the list
+        return
     kv_offset = (head // GROUP).to(tl.int64) * stride_head
     blocks = prompt_blocks + row * blocks_stride_row + plane * blocks_stride_plane
 

@@ -196,7 +196,12 @@ class LLM:
         self.intake = Intake(
             self.config, text, blocks=self.blocks, max_model_len=self.max_model_len, seed=seed
         )
-        scheduler = Scheduler(self.blocks, rows=rows, max_batched_tokens=batched)
+        scheduler = Scheduler(
+            self.blocks,
+            rows=rows,
+            max_batched_tokens=batched,
+            gather=max(1, rows // 32) if on_gpu else 1,
+        )
         self.max_rows = rows
         self.max_batched_tokens = batched
         self.engine: Engine | None = Engine(scheduler, runner)

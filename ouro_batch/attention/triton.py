@@ -120,10 +120,14 @@ class TritonAttention(Attention):
         )
 
     def plan_prefill(self, tables: SlotTables, segments: list[PrefillSegment]) -> PrefillPlan:
-        tiles = prefill_tiles(
+        device = tables.prompt_lengths.device
+        return PrefillPlan(tables, upload(self.tiles(segments), torch.int32, device))
+
+    def tiles(self, segments: list[PrefillSegment]) -> list[tuple[int, int, int, int]]:
+        """What the kernel's programs take of packed segments, as ``prefill_attention`` has it."""
+        return prefill_tiles(
             [(s.row, s.start, s.length) for s in segments], self._prefill_config.block_m
         )
-        return PrefillPlan(tables, upload(tiles, torch.int32, tables.prompt_lengths.device))
 
     def prefill(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from ouro_batch.engine.kv import BlockManager
 from ouro_batch.engine.request import Request, Status
@@ -10,6 +11,8 @@ from ouro_batch.runner.base import PrefillChunk, RowStart, StepPlan
 
 # Requests that may be admitted ahead of one that waits for memory, before it must be next.
 MAX_BYPASS = 64
+# Prompt tokens that make a prefill step worth its launches and its reading of all weights.
+ENOUGH_TOKENS = 512
 # How far behind the head of the queue a request is looked for that fits the free blocks.
 BYPASS_WINDOW = 64
 
@@ -22,11 +25,16 @@ class Scheduler:
         rows: requests that can run at once; 1 gives the serial schedule.
         max_batched_tokens: tokens of one step; every decoding row counts one, prefill takes the
             rest. Above ``rows``, so that neither starves.
+        gather: while rows decode, free rows that short prompts wait for, so that several are
+            prefilled in one step.
     """
 
-    def __init__(self, blocks: BlockManager, *, rows: int, max_batched_tokens: int):
+    def __init__(
+        self, blocks: BlockManager, *, rows: int, max_batched_tokens: int, gather: int = 1
+    ):
         self.blocks = blocks
         self.max_batched_tokens = max_batched_tokens
+        self._gather = gather
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by row
         self._prefilling: deque[Request] = deque()
@@ -65,6 +73,8 @@ class Scheduler:
 
     def _admit(self) -> list[Request]:
         admitted = []
+        if not self._enough_to_prefill():
+            return admitted
         while self.waiting and self._free_rows:
             request = self._next_that_fits()
             if request is None:
@@ -76,6 +86,12 @@ class Scheduler:
             self._prefilling.append(request)
             admitted.append(request)
         return admitted
+
+    def _enough_to_prefill(self) -> bool:
+        free = len(self._free_rows)
+        if self._prefilling or not self.running or free >= min(self._gather, len(self.waiting)):
+            return True
+        return sum(len(r.prompt) for r in islice(self.waiting, free)) >= ENOUGH_TOKENS
 
     def _next_that_fits(self) -> Request | None:
         """The head of the queue, or one that may pass it while it waits for memory."""

@@ -1,8 +1,8 @@
-"""CUDA graphs of a loop step: one a bucket of rows, captured when it is first needed."""
+"""CUDA graphs of a step: one a bucket of its size, captured when the bucket comes again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -16,35 +16,35 @@ def bucket_sizes(rows: int) -> list[int]:
 
 
 class StepGraphs:
-    """Runs ``step(bucket)`` with the smallest bucket that holds the active rows.
+    """Runs ``step(bucket)``, in which the bucket decides every shape.
 
-    The first run of a bucket is not captured: it compiles kernels and does its work. Then the
-    graph is captured, which runs nothing, and every later run replays it. Without a GPU every run
-    is a plain call.
+    The first run of a bucket is a plain call: it compiles kernels and does its work. The second
+    captures a graph, which runs nothing, and replays it as every later one does. Without a GPU
+    every run is a plain call.
     """
 
-    def __init__(self, step: Callable[[int], None], rows: int, device: torch.device):
+    def __init__(self, step: Callable[..., None], device: torch.device):
         self._step = step
-        self._sizes = bucket_sizes(rows)
         self._device = device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = None
 
-    def run(self, rows: int) -> None:
-        """One step for at most ``rows`` active rows."""
-        bucket = next(size for size in self._sizes if size >= rows)
+    def run(self, *bucket: Hashable) -> None:
+        """One step of a bucket."""
         graph = self._graphs.get(bucket)
-        if graph is not None:
-            graph.replay()
-            return
-        self._step(bucket)
-        if self._device.type == "cuda":
-            self._graphs[bucket] = self._capture(bucket)
+        if graph is None:
+            if self._device.type != "cuda" or bucket not in self._seen:
+                self._seen.add(bucket)
+                self._step(*bucket)
+                return
+            graph = self._graphs[bucket] = self._capture(bucket)
+        graph.replay()
 
-    def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, bucket: tuple[Hashable, ...]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._step(bucket)
+            self._step(*bucket)
         self._pool = self._pool or graph.pool()
         return graph

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ouro_batch.attention.base import KVCache, PrefillSegment
-from ouro_batch.attention.triton import TritonAttention
+from ouro_batch.attention.triton import PrefillPlan, TritonAttention
 from ouro_batch.kernels import norm, rope, sampling, step
 from ouro_batch.kernels.overlap import can_overlap
+from ouro_batch.kernels.prefill_attention import prefill_config
 from ouro_batch.memory import upload
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.runner.base import (
@@ -29,8 +30,9 @@ from ouro_batch.runner.base import (
     StepResult,
     TokenEvent,
 )
-from ouro_batch.runner.graphs import StepGraphs
+from ouro_batch.runner.graphs import StepGraphs, bucket_sizes
 from ouro_batch.runner.projections import Projections
+from ouro_batch.runner.prompts import MAX_PADDED, PromptBuffer
 from ouro_batch.runner.state import RowState
 
 # Called with a layer: from ``qkv`` to ``attended``, keys and values being stored on the way.
@@ -170,7 +172,11 @@ class TritonRunner(Runner):
         self.projections = Projections(model.weights, overlap=self._overlap)
         self._entries = Entries.allocate(model, rows)
         self._decode_space = Activations.allocate(model, rows)
-        self._prefill_space = Activations.allocate(model, max_prefill_tokens)
+        self._prefill_space = Activations.allocate(model, max(max_prefill_tokens, MAX_PADDED))
+        block_m = prefill_config(model.dtype, config.head_dim).block_m
+        # Every row's tokens may end with a tile that is not full.
+        max_tiles = max_prefill_tokens // block_m + rows
+        self._prompts = PromptBuffer(max_prefill_tokens, max_tiles, device)
         self._exit_count = torch.zeros(1, dtype=torch.int32, device=device)
         self._sampling_space = torch.empty(
             sampling.workspace_size(rows), dtype=torch.int32, device=device
@@ -180,7 +186,9 @@ class TritonRunner(Runner):
         self._count = self._results[-1:]  # rows that run
         cos, sin = model.rope(torch.arange(max_model_len, device=device))
         self._cos_sin = torch.cat((cos, sin), dim=1)  # FP32 [positions, D]
-        self._graphs = StepGraphs(self._decode, rows, device)
+        self._buckets = bucket_sizes(rows)
+        self._decode_graphs = StepGraphs(self._decode, device)
+        self._prefill_graphs = StepGraphs(self._prefill_loops, device)
         self._spare = deque(_PinnedResults(device, rows) for _ in range(3))
         self._launched: deque[_PinnedResults] = deque()
 
@@ -212,7 +220,7 @@ class TritonRunner(Runner):
         if plan.start_rows:
             self._start(plan.start_rows)
         if plan.decode_rows:
-            self._graphs.run(plan.decode_rows)
+            self._decode_graphs.run(next(s for s in self._buckets if s >= plan.decode_rows))
         else:
             self._table[0].fill_(-1)
             self._count.zero_()
@@ -350,29 +358,12 @@ class TritonRunner(Runner):
 
     def _prefill(self, chunks: list[PrefillChunk]) -> None:
         """Run prompt tokens of several rows through all loops, packed."""
-        weights, eps = self.model.weights, self.model.config.rms_norm_eps
         segments = [PrefillSegment(c.row, c.start, len(c.tokens)) for c in chunks]
-        tokens = self._upload([token for c in chunks for token in c.tokens])
-        rows = self._upload([s.row for s in segments for _ in range(s.length)], torch.int64)
-        positions = self._upload(
-            [at for s in segments for at in range(s.start, s.start + s.length)]
-        )
-        plan = self.attention.plan_prefill(self.state.tables, segments)
-        space = self._prefill_space.first(len(tokens))
-        planes = torch.arange(self.model.config.loops, device=self.model.device)
-        space.normed.copy_(self.model.embed(tokens))
-        for plane in range(self.model.config.loops):
-            slots = self.state.tables.lookup(rows, planes[plane], positions)
-            space.hidden.copy_(space.normed)
-            norm.rms_norm(space.normed, space.hidden, weights.layers[0].input_norm, eps)
-
-            def attend(layer: int, plane: int = plane, slots: Tensor = slots) -> None:
-                self._rope_store(space, layer, slots, positions)
-                self.attention.prefill(
-                    plan, plane, space.queries, space.attended, self.cache, layer
-                )
-
-            self._loop(space, attend)
+        size, tiles = self._prompts.fill(chunks, self.attention.tiles(segments))
+        if size <= MAX_PADDED:
+            self._prefill_graphs.run(size, tiles)
+        else:
+            self._prefill_loops(size, tiles)
 
         lasts, end = [], 0
         for chunk in chunks:
@@ -383,9 +374,30 @@ class TritonRunner(Runner):
             entries = self._entries.first(len(lasts))
             entries.exit_rows.copy_(self._upload([row for row, _ in lasts]))
             at = self._upload([place for _, place in lasts], torch.int64)
-            torch.index_select(space.normed, 0, at, out=entries.exit_hidden)
+            torch.index_select(self._prefill_space.normed, 0, at, out=entries.exit_hidden)
             self._exit_count.fill_(len(lasts))
             self._emit(entries)
+
+    def _prefill_loops(self, size: int, tiles: int) -> None:
+        """All loops of ``size`` prompt tokens; ends with the final norm in ``normed``."""
+        weights, eps = self.model.weights, self.model.config.rms_norm_eps
+        prompts, space = self._prompts.read(size, tiles), self._prefill_space.first(size)
+        plan = PrefillPlan(self.state.tables, prompts.tiles)
+        planes = torch.arange(self.model.config.loops, device=self.model.device)
+        slots = self.state.tables.lookup(prompts.rows.long(), planes[:, None], prompts.positions)
+        slots = torch.where(prompts.positions >= 0, slots, -1)
+        space.normed.copy_(self.model.embed(prompts.tokens))
+        for plane in range(self.model.config.loops):
+            space.hidden.copy_(space.normed)
+            norm.rms_norm(space.normed, space.hidden, weights.layers[0].input_norm, eps)
+
+            def attend(layer: int, plane: int = plane) -> None:
+                self._rope_store(space, layer, slots[plane], prompts.positions)
+                self.attention.prefill(
+                    plan, plane, space.queries, space.attended, self.cache, layer
+                )
+
+            self._loop(space, attend)
 
     def _rope_store(self, space: Activations, layer: int, slots: Tensor, positions: Tensor) -> None:
         """``slots``, ``positions`` int32 [T]: where keys and values go, and each token's place."""
