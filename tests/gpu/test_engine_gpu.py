@@ -80,6 +80,20 @@ def test_six_configurations_agree_in_fp32():
         assert not differing, (configuration, differing)
 
 
+def test_a_prompt_means_the_same_whether_a_graph_runs_it_or_not():
+    """A bucket of prompt tokens runs plainly first, is captured, and is replayed from then on."""
+    prompts, params = mixed_requests(1024, 12)
+    prompts += [[7 + n % 50 for n in range(length)] for length in (2, 3, 255, 257, 400)]
+    params += [SamplingParams(max_tokens=3, ignore_eos=True)] * 5
+    with LLM(str(SAMPLES / "tiny-ouro"), dtype="float32", max_batched_tokens=3000) as llm:
+        rounds = []
+        for _ in range(4):
+            alone = [llm.generate([p], own)[0] for p, own in zip(prompts, params, strict=True)]
+            together = llm.generate(prompts, params)
+            rounds += [[(o.token_ids, o.exit_depths) for o in run] for run in (alone, together)]
+    assert all(other == rounds[0] for other in rounds)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["torch", "triton"])
 def test_the_small_model_answers_as_well_as_on_a_cpu(dtype, attention):
