@@ -20,9 +20,11 @@ current one is computed.
 
 Choices of the launch, ``prefill_config(dtype, head_dim)``.
 
-Measured on one H200 (2026-12-01, docs/performance/tune.json): 4,096 tokens of four prompts in 75
-us a layer (228 TFLOP/s), 4,096 at position 12,288 in 1,272 us (378 TFLOP/s); the best of 18
-choices were 74 us (64, 64, 4, 2) and 1,221 us (128, 128, 8, 3).
+Measured on one H200 (2026-12-01, docs/performance/tune.json, before the scale moved into the
+exponent and the strides became constants, which took a fifth of the instructions out of the loop
+and changed no time): 4,096 tokens of four prompts in 75 us a layer (228 TFLOP/s), 4,096 at position
+12,288 in 1,272 us (378 TFLOP/s); the best of 18 choices were 74 us (64, 64, 4, 2) and 1,221 us
+(128, 128, 8, 3).
 
 | dtype | D padded | block_m | block_n | num_warps | num_stages | measured |
 |---|---|---|---|---|---|---|
@@ -58,6 +60,7 @@ class PrefillConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread; fewer let more programs share a multiprocessor
 
 
 def prefill_config(dtype: torch.dtype, head_dim: int) -> PrefillConfig:
@@ -156,6 +159,7 @@ def prefill_attention(
         UPCAST=not queries.is_cuda,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
 
 

@@ -166,10 +166,16 @@ def prefill_trials() -> Iterator[Trial]:
         queries = random(4096, HEADS, HEAD_DIM)
         out = torch.empty_like(queries)
         pairs = sum(n * start + n * (n + 1) / 2 for _, start, n in segments)
-        for m, n, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4)):
-            if m == 128 and warps == 4:
-                continue
-            config = prefill.PrefillConfig(m, n, warps, stages)
+        choices = [
+            (m, n, warps, stages, None)
+            for m, n, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4))
+            if m == 64 or warps == 8
+        ]
+        # Two programs a multiprocessor, one of which multiplies while the other exponentiates.
+        choices += [(128, 32, 8, s, 128) for s in (2, 3, 4)] + [(128, 64, 8, 2, 128)]
+        for choice in choices:
+            m = choice[0]
+            config = prefill.PrefillConfig(*choice)
             tiles = torch.tensor(prefill.prefill_tiles(segments, m), device="cuda").int()
 
             def run(layer: int, kv=(keys, values), args=(out, queries), tiles=tiles,
