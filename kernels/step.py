@@ -33,6 +33,7 @@ HEADER = (
     "prompt_blocks",  # blocks of one plane
     "decode_blocks",
     "depths",
+    "logprobs",
 )
 
 
@@ -46,7 +47,8 @@ def pack_start(start: Any, stop_ids: int) -> list[int]:
 
     ``start`` has ``row``, ``prompt_length``, ``prompt_blocks`` (a list a plane),
     ``decode_blocks``, ``max_tokens``, ``min_loops``, ``max_loops``, ``exit_depths`` (or None),
-    ``top_k``, ``temperature``, ``top_p``, ``exit_threshold``, ``seed`` and ``stop_ids``.
+    ``top_k``, ``temperature``, ``top_p``, ``exit_threshold``, ``seed``, ``logprobs`` and
+    ``stop_ids``.
     """
     depths = start.exit_depths
     low = start.seed & 0xFFFFFFFF
@@ -66,6 +68,7 @@ def pack_start(start: Any, stop_ids: int) -> list[int]:
         "prompt_blocks": len(start.prompt_blocks[0]),
         "decode_blocks": len(start.decode_blocks),
         "depths": len(depths or ()),
+        "logprobs": start.logprobs,
     }
     packed = [fields[name] for name in HEADER]
     packed += [*start.stop_ids, *[-1] * (stop_ids - len(start.stop_ids))]
@@ -377,7 +380,7 @@ def _copy(target, source, length, BLOCK: tl.constexpr):
 def _start_rows(
     packed, offsets,
     active, depth, generated, slots_taken, prompt_lengths, max_tokens, min_loops, max_loops,
-    replay, top_k, temperature, top_p, exit_threshold, seed, stop_ids,
+    replay, top_k, temperature, top_p, exit_threshold, seed, logprobs, stop_ids,
     prompt_blocks, decode_blocks, replay_depths,
     loops, prompt_row_stride, prompt_plane_stride, decode_blocks_stride, replay_stride,
     STOP_IDS: tl.constexpr, HEADER_LENGTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -401,6 +404,7 @@ def _start_rows(
     tl.store(seed + row, (tl.load(start + 11).to(tl.int64) << 32) | low)
     plane_blocks, own_blocks = tl.load(start + 12), tl.load(start + 13)
     depths = tl.load(start + 14)
+    tl.store(logprobs + row, tl.load(start + 15))
     start += HEADER_LENGTH
     lane = tl.arange(0, STOP_IDS)
     tl.store(stop_ids + row * STOP_IDS + lane, tl.load(start + lane))
@@ -432,6 +436,7 @@ def start_rows(
     top_p: Tensor,
     exit_threshold: Tensor,
     seed: Tensor,
+    logprobs: Tensor,
     stop_ids: Tensor,
     prompt_blocks: Tensor,
     decode_blocks: Tensor,
@@ -446,7 +451,7 @@ def start_rows(
     _start_rows[(offsets.shape[0],)](
         packed, offsets,
         active, depth, generated, slots_taken, prompt_lengths, max_tokens, min_loops, max_loops,
-        replay, top_k, temperature, top_p, exit_threshold, seed, stop_ids,
+        replay, top_k, temperature, top_p, exit_threshold, seed, logprobs, stop_ids,
         prompt_blocks, decode_blocks, replay_depths,
         prompt_blocks.shape[1], prompt_blocks.stride(0), prompt_blocks.stride(1),
         decode_blocks.stride(0), replay_depths.stride(0),

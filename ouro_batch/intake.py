@@ -35,6 +35,22 @@ def derive_seed(job_seed: int, index: int, sample: int = 0) -> int:
     return int.from_bytes(digest, "little") >> 11
 
 
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of a sample of a request that names its seed: sample 0 has just that."""
+    if not sample:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 11
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as tokens; ``chat`` where it was rendered from messages."""
+
+    tokens: list[int]
+    chat: bool = False
+
+
 @dataclass(frozen=True)
 class TextSide:
     """A checkpoint's tokenizer and chat template, as far as it has them."""
@@ -83,18 +99,39 @@ class Intake:
         self.max_model_len = max_model_len
         self.seed = seed
 
+    def encode(
+        self,
+        prompt: str | Sequence[int] | EncodedPrompt | None = None,
+        messages: Messages | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> EncodedPrompt:
+        """The tokens of a prompt or of messages. Any thread may call it.
+
+        Raises:
+            RequestError: there are none, or the model has no embedding for one.
+        """
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
+        if (prompt is None) == (messages is None):
+            raise RequestError("a request needs either a prompt or messages, one of the two")
+        if messages is not None:
+            tokens = self._encode_chat(messages, chat_template_kwargs or {})
+        else:
+            tokens = self._encode_prompt(prompt)
+        self._check_vocabulary(tokens)
+        return EncodedPrompt(tokens, chat=messages is not None)
+
     def request(
         self,
         request_id: int,
-        prompt: str | Sequence[int] | None,
+        prompt: EncodedPrompt,
         params: SamplingParams,
         *,
-        messages: Messages | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
         index: int,
+        sample: int | None = None,
         too_long: str = "error",
     ) -> Request:
-        """A request that the engine can run.
+        """A request that the engine can run; with ``params.n`` above 1, its sample ``sample``.
 
         ``too_long``: "error" refuses a prompt that does not fit beside ``max_tokens``,
         "truncate-left" and "truncate-right" drop as many of its first or last tokens as needed.
@@ -104,29 +141,37 @@ class Intake:
         """
         if too_long not in TOO_LONG:
             raise RequestError(f"too_long must be one of {', '.join(TOO_LONG)}, got {too_long!r}")
-        if (prompt is None) == (messages is None):
-            raise RequestError("a request needs either a prompt or messages, one of the two")
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"params must be SamplingParams, got {reprlib.repr(params)}"
                 " (write SamplingParams(max_tokens=...))"
             )
-        if messages is not None:
-            tokens = self._encode_chat(messages, chat_template_kwargs or {})
+        if sample is None:
+            if params.n > 1:
+                raise RequestError(
+                    f"one request is one sample, and params.n is {params.n}: say which"
+                    f" (sample=0 to {params.n - 1}), or use generate"
+                )
+            sample = 0
+        if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample < params.n:
+            raise RequestError(f"sample must be from 0 to {params.n - 1}, got {sample!r}")
+        tokenizer, tokens = self.text.tokenizer, prompt.tokens
+        if params.seed is None:
+            seed = derive_seed(self.seed, index, sample)
         else:
-            tokens = self._encode_prompt(prompt)
-        self._check_vocabulary(tokens)
-        tokenizer = self.text.tokenizer
+            seed = sample_seed(params.seed, sample)
         request = Request(
             request_id=request_id,
             prompt=tokens,
             params=params,
-            seed=derive_seed(self.seed, index) if params.seed is None else params.seed,
+            seed=seed,
             loops=self.config.loops,
             exit_threshold=self._exit_threshold(params),
-            stop_ids=self._stop_ids(params, chat=messages is not None),
+            stop_ids=self._stop_ids(params, chat=prompt.chat),
             arrived=time.perf_counter(),
             text=tokenizer and OutputText(tokenizer.detokenizer(), params.stop),
+            index=index,
+            sample=sample,
         )
         if too_long != "error":
             longest = self._longest_prompt(request)
@@ -189,6 +234,11 @@ class Intake:
                 raise RequestError(
                     f"stop token id {token} is outside the vocabulary of {self.config.vocab_size}"
                 )
+        if (params.logprobs or 0) > self.config.vocab_size:
+            raise RequestError(
+                f"logprobs {params.logprobs} asks for more tokens than the"
+                f" {self.config.vocab_size} of the vocabulary"
+            )
         if params.exit_depths is not None:
             first, *rest = params.exit_depths[: params.max_tokens]
             if first != loops:
@@ -251,4 +301,7 @@ def output_of(request: Request) -> RequestOutput:
         ),
         seed=request.seed,
         truncated_tokens=request.truncated,
+        index=request.index,
+        sample=request.sample,
+        logprobs=None if request.params.logprobs is None else request.logprobs,
     )

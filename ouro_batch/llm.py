@@ -18,7 +18,7 @@ from ouro_batch.engine.request import Request
 from ouro_batch.engine.scheduler import Scheduler
 from ouro_batch.environment import versions
 from ouro_batch.errors import EngineError, ModelError, RequestError
-from ouro_batch.intake import Intake, Messages, TextSide, output_of
+from ouro_batch.intake import EncodedPrompt, Intake, Messages, TextSide, output_of
 from ouro_batch.model.files import fingerprint
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.model.source import CheckpointSource, ModelSource
@@ -34,7 +34,7 @@ from ouro_batch.options import (
 from ouro_batch.params import MAX_SEED, RequestOutput, SamplingParams
 from ouro_batch.runner.base import Runner
 
-__all__ = ["LLM", "EngineSnapshot", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EncodedPrompt", "EngineSnapshot", "RequestOutput", "SamplingParams"]
 
 
 def make_runner(attention: str, model: Ouro, *, max_prefill_tokens: int, **options: Any) -> Runner:
@@ -239,7 +239,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run prompts (text or token ids) to their end; results in input order.
 
-        ``params`` is one for all or one for each. A prompt without a seed derives its own from
+        ``params`` is one for all or one for each. A prompt with ``n`` above 1 has so many results,
+        one after another. A prompt without a seed derives its own from
         the LLM's seed and its index here.
 
         Raises:
@@ -263,32 +264,48 @@ class LLM:
         """Whether ``step`` has more to return."""
         return bool(self._unfinished or self._held)
 
-    def add_request(
+    def encode(
         self,
         prompt: str | Sequence[int] | None = None,
+        messages: Messages | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> EncodedPrompt:
+        """Tokenize a prompt, or render and tokenize messages, for ``add_request``.
+
+        Other threads may call it while the engine runs.
+
+        Raises:
+            RequestError: it cannot be done.
+        """
+        return self.intake.encode(prompt, messages, chat_template_kwargs)
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int] | EncodedPrompt | None = None,
         params: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         index: int = 0,
+        sample: int | None = None,
         too_long: str = "error",
     ) -> int:
         """Queue one request, given by ``prompt`` or by ``messages``; returns its id.
 
-        ``index`` is its place in the job, from which a missing seed derives. ``too_long`` says
-        what becomes of a prompt that does not fit: "error", "truncate-left" (its beginning goes)
-        or "truncate-right".
+        ``index`` is its place in the job and ``sample`` which of ``params.n`` samples it is (needed
+        where n is above 1): a missing seed derives from both. ``too_long`` says what becomes of a
+        prompt that does not fit: "error", "truncate-left" (its beginning goes) or
+        "truncate-right".
 
         Raises:
             RequestError: it cannot be run; nothing was queued.
         """
         request = self.intake.request(
             self._next_id,
-            prompt,
+            self.intake.encode(prompt, messages, chat_template_kwargs),
             SamplingParams() if params is None else params,
-            messages=messages,
-            chat_template_kwargs=chat_template_kwargs,
             index=index,
+            sample=sample,
             too_long=too_long,
         )
         self._running_engine().add_request(request)
@@ -415,16 +432,19 @@ class LLM:
             )
         if len(params) != len(requests):
             raise RequestError(f"{len(params)} sampling params for {len(requests)} prompts")
-        order: dict[int, int] = {}
+        order: dict[int, int] = {}  # request id to its place among the results
         others: list[RequestOutput] = []
-        outputs: list[RequestOutput | None] = [None] * len(requests)
+        outputs: dict[int, RequestOutput] = {}
         try:
             for index, (request, own) in enumerate(zip(requests, params, strict=True)):
                 try:
-                    order[self.add_request(params=own, index=index, **request)] = index
+                    prompt = self.intake.encode(**request)
+                    for sample in range(getattr(own, "n", 1)):
+                        request_id = self.add_request(prompt, own, index=index, sample=sample)
+                        order[request_id] = len(order)
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}", error.type) from error
-            while not all(outputs):
+            while len(outputs) < len(order):
                 for output in self.step():
                     if output.request_id in order:
                         outputs[order[output.request_id]] = output
@@ -437,7 +457,7 @@ class LLM:
             raise
         finally:
             self._held += others
-        return outputs
+        return [outputs[place] for place in range(len(order))]
 
     def _running_engine(self) -> Engine:
         if self.engine is None:

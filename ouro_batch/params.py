@@ -10,6 +10,8 @@ from ouro_batch.errors import RequestError
 
 MAX_STOP_TOKEN_IDS = 16
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 1024
 # What a device's row can hold: int32 and FP32.
 MAX_INT = 2**31 - 1
 MAX_FLOAT = 3.4e38
@@ -68,7 +70,11 @@ class SamplingParams:
         max_loops: loops a decoded token runs at most. None: all of the model's.
         exit_depths: depths to replay in place of the gate; entry i is the depth of the run that
             produces output token i, so entry 0 is the model's number of loops.
-        n, logprobs: not built yet; any value but the default is refused.
+        n: samples of the prompt, each with a seed of its own; at most 1,024. Sample 0 has the seed
+            of a request with n = 1.
+        logprobs: None, or how many of the likeliest tokens to give with each output token and its
+            own log-probability, 0 to 20. They are the model's: of the logits before temperature,
+            top-k and top-p.
 
     Raises:
         RequestError: a value of the wrong type or out of range.
@@ -137,10 +143,9 @@ class SamplingParams:
                 )
             for depth in depths:
                 _check_int("exit_depths", depth, 1)
-        if self.n != 1:
-            raise RequestError(f"n is not supported yet, got {self.n!r} (leave it out)")
+        _check_int("n", self.n, 1, MAX_SAMPLES)
         if self.logprobs is not None:
-            raise RequestError(f"logprobs is not supported yet, got {self.logprobs!r}")
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -172,12 +177,22 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities of one output token and of the likeliest (id, its own)."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class RequestOutput:
-    """The finished result of one request.
+    """The finished result of one request, or of one of its samples.
 
     ``exit_depths[i]`` is the depth of the run that produced output token i; entry 0 is prefill's.
     A stop token stays in ``token_ids`` and ``exit_depths`` but not in ``text``; a matched stop
-    string leaves only the text. ``finish_reason`` is "stop", "length" or "abort".
+    string leaves only the text. ``finish_reason`` is "stop", "length" or "abort". ``index`` is the
+    request's place in its job, ``sample`` which of its ``n`` samples this is. ``logprobs`` has an
+    entry for each output token, where asked for.
     """
 
     request_id: int
@@ -189,6 +204,9 @@ class RequestOutput:
     timing: Timing
     seed: int
     truncated_tokens: int = 0  # dropped from a prompt that was too long
+    index: int = 0
+    sample: int = 0
+    logprobs: list[TokenLogprobs] | None = None
 
     @property
     def mean_exit_depth(self) -> float | None:

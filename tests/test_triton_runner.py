@@ -11,10 +11,10 @@ from .tiny import write_checkpoint
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [8, 8, 8, 8], [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]]
 PARAMS = [
-    SamplingParams(6, exit_threshold=0.5, ignore_eos=True),
+    SamplingParams(6, exit_threshold=0.5, ignore_eos=True, logprobs=3),
     SamplingParams(5, exit_threshold=0.6, temperature=0.9, top_k=9, top_p=0.8, seed=3),
     SamplingParams(7, exit_depths=[3, 1, 2, 3, 1, 1, 3], ignore_eos=True),
-    SamplingParams(1),
+    SamplingParams(1, logprobs=0),
 ]
 
 
@@ -33,9 +33,17 @@ def test_same_tokens_and_depths_as_the_eager_runner(tmp_path, schedule):
             max_model_len=32,
         )
         outputs = llm.generate(PROMPTS, PARAMS)
-        results.append([(o.token_ids, o.exit_depths, o.finish_reason) for o in outputs])
+        results.append(outputs)
         assert llm.blocks.in_use == 0
-    assert results[0] == results[1]
+    for ours, other in zip(*results, strict=True):
+        assert (ours.token_ids, ours.exit_depths) == (other.token_ids, other.exit_depths)
+        assert ours.finish_reason == other.finish_reason
+        assert (ours.logprobs is None) == (other.logprobs is None)
+        for entry, same in zip(ours.logprobs or [], other.logprobs or [], strict=True):
+            assert entry.logprob == pytest.approx(same.logprob, abs=1e-5)
+            assert [id for id, _ in entry.top] == [id for id, _ in same.top]
+            values = [value for _, value in same.top]
+            assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-5)
 
 
 def test_golden_cases():

@@ -101,6 +101,8 @@ class Engine:
             if not request.token_ids:
                 request.first_token = time.perf_counter()
             request.add_token(event.token, event.depth)
+            if event.logprobs is not None:
+                request.logprobs.append(event.logprobs)
             reason = self._finish_reason(request, event)
             if reason is not None:
                 self._finish(request, reason, stop_row=not event.finished)

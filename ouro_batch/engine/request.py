@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ouro_batch.engine.kv import RequestBlocks
 from ouro_batch.engine.text import OutputText
-from ouro_batch.params import SamplingParams
+from ouro_batch.params import SamplingParams, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -35,6 +35,8 @@ class Request:
     stop_ids: tuple[int, ...]
     arrived: float
     text: OutputText | None = None  # None without a tokenizer
+    index: int = 0  # in the job
+    sample: int = 0
 
     truncated: int = 0  # prompt tokens dropped because the prompt was too long
     status: Status = Status.WAITING
@@ -44,6 +46,7 @@ class Request:
     bypassed: int = 0  # later requests admitted while this one waited at the head
     token_ids: list[int] = field(default_factory=list)
     exit_depths: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # where asked for
     finish_reason: str | None = None
     admitted: float = math.nan
     first_token: float = math.nan

@@ -50,7 +50,8 @@ class Scheduler:
         start_rows = [self._start(request) for request in self._admit()]
         decoding = sum(r.status is Status.DECODE for r in self.running.values())
         chunks = self._chunks(self.max_batched_tokens - decoding)
-        return StepPlan(stop_rows, start_rows, chunks, decode_rows=decoding)
+        logprobs = any(r.params.logprobs is not None for r in self.running.values())
+        return StepPlan(stop_rows, start_rows, chunks, decoding, logprobs)
 
     def trim(self, request: Request) -> None:
         """Give back what ``request`` can no longer need."""
@@ -124,6 +125,7 @@ class Scheduler:
             min_loops=params.min_loops,
             max_loops=request.max_loops,
             exit_depths=params.exit_depths and params.exit_depths[: params.max_tokens],
+            logprobs=-1 if params.logprobs is None else params.logprobs,
         )
 
     def _chunks(self, budget: int) -> list[PrefillChunk]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ouro_batch.params import TokenLogprobs
+
 MAX_STOP_IDS = 32  # a row's stop ids live in a fixed array on the device
 
 
@@ -29,6 +31,7 @@ class RowStart:
     min_loops: int
     max_loops: int
     exit_depths: Sequence[int] | None  # replay in place of the gate
+    logprobs: int = -1  # likeliest tokens to give with each output token; -1: not even its own
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class StepPlan:
     start_rows: list[RowStart] = field(default_factory=list)
     chunks: list[PrefillChunk] = field(default_factory=list)
     decode_rows: int = 0  # rows that may be active; 0: no loop step
+    logprobs: bool = False  # whether any request that runs wants log-probabilities
 
     def __bool__(self) -> bool:
         return bool(self.stop_rows or self.start_rows or self.chunks or self.decode_rows)
@@ -62,6 +66,7 @@ class TokenEvent:
     token: int
     depth: int
     finished: bool
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)

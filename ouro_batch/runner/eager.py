@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ouro_batch.attention.base import Attention, KVCache, PrefillSegment
 from ouro_batch.model.ouro import Ouro
+from ouro_batch.params import TokenLogprobs
 from ouro_batch.runner.base import PrefillChunk, Runner, StepPlan, StepResult, TokenEvent
-from ouro_batch.runner.sampling import sample
+from ouro_batch.runner.sampling import log_probabilities, sample
 from ouro_batch.runner.state import RowState
 
 
@@ -168,8 +170,9 @@ class EagerRunner(Runner):
         and values of the token that has just exited.
         """
         state = self.state
+        logits = self.model.logits(hidden)
         tokens = sample(
-            self.model.logits(hidden),
+            logits,
             state.temperature[rows],
             state.top_k[rows],
             state.top_p[rows],
@@ -187,9 +190,30 @@ class EagerRunner(Runner):
         stopped = (state.stop_ids[rows] == tokens[:, None]).any(1)
         finished = stopped | (state.generated[rows] >= state.max_tokens[rows])
         state.active[rows] = ~finished
+        logprobs = self._logprobs(rows, logits, tokens)
         events.extend(
             TokenEvent(*event)
             for event in zip(
-                rows.tolist(), tokens.tolist(), depths.tolist(), finished.tolist(), strict=True
+                rows.tolist(),
+                tokens.tolist(),
+                depths.tolist(),
+                finished.tolist(),
+                logprobs,
+                strict=True,
             )
         )
+
+    def _logprobs(
+        self, rows: Tensor, logits: Tensor, tokens: Tensor
+    ) -> Sequence[TokenLogprobs | None]:
+        """What each row [R'] wants of its logits' log-probabilities."""
+        wanted = self.state.logprobs[rows].tolist()
+        if max(wanted) < 0:
+            return [None] * len(wanted)
+        chosen, top, ids = log_probabilities(logits, tokens, max(wanted))
+        return [
+            None if k < 0 else TokenLogprobs(own, list(zip(these[:k], values[:k], strict=True)))
+            for k, own, these, values in zip(
+                wanted, chosen.tolist(), ids.tolist(), top.tolist(), strict=True
+            )
+        ]

@@ -90,3 +90,13 @@ def sample(
     noise = gumbel_noise(seeds[random], positions[random], logits.shape[-1])
     greedy[random] = (scaled + noise).argmax(-1)
     return greedy
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-softmax of FP32 logits [R, V] at ``tokens`` int64 [R], and at the k largest.
+
+    Returns FP32 [R], FP32 [R, k] and their ids, int64 [R, k]: descending, ties to the lower id.
+    """
+    logprobs = logits.log_softmax(-1)
+    top = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
+    return logprobs.gather(1, tokens[:, None])[:, 0], logprobs.gather(1, top), top

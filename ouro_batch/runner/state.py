@@ -29,6 +29,7 @@ class RowState:
     top_k: Tensor  # int32 [R]
     top_p: Tensor  # float32 [R]
     seed: Tensor  # int64 [R]
+    logprobs: Tensor  # int32 [R], -1 where none are wanted
     exit_threshold: Tensor  # float32 [R], infinite at fixed depth
     min_loops: Tensor  # int32 [R]
     max_loops: Tensor  # int32 [R]
@@ -67,6 +68,7 @@ class RowState:
             top_k=zeros(int32),
             top_p=zeros(float32),
             seed=zeros(torch.int64),
+            logprobs=zeros(int32),
             exit_threshold=zeros(float32),
             min_loops=zeros(int32),
             max_loops=zeros(int32),
@@ -101,6 +103,7 @@ class RowState:
         self.top_k[row] = start.top_k
         self.top_p[row] = start.top_p
         self.seed[row] = start.seed
+        self.logprobs[row] = start.logprobs
         self.exit_threshold[row] = start.exit_threshold
         self.min_loops[row] = start.min_loops
         self.max_loops[row] = start.max_loops

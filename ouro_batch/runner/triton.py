@@ -17,10 +17,12 @@ from torch import Tensor
 from ouro_batch.attention.base import KVCache, PrefillSegment
 from ouro_batch.attention.triton import PrefillPlan, TritonAttention
 from ouro_batch.kernels import norm, rope, sampling, step
+from ouro_batch.kernels.logprobs import token_logprobs
 from ouro_batch.kernels.overlap import can_overlap
 from ouro_batch.kernels.prefill_attention import prefill_config
 from ouro_batch.memory import upload
 from ouro_batch.model.ouro import Ouro
+from ouro_batch.params import MAX_LOGPROBS, TokenLogprobs
 from ouro_batch.runner.base import (
     MAX_STOP_IDS,
     PrefillChunk,
@@ -122,10 +124,18 @@ class _PinnedResults:
     def __init__(self, device: torch.device, rows: int):
         on_gpu = device.type == "cuda"
         self.values = torch.zeros(3 * rows + 1, dtype=torch.int32, pin_memory=on_gpu)
+        self.logprobs = torch.zeros(
+            rows, 1 + 2 * MAX_LOGPROBS, dtype=torch.int32, pin_memory=on_gpu
+        )
+        self.wanted: dict[int, int] = {}  # likeliest tokens by row
         self.arrived = torch.cuda.Event() if on_gpu else None
 
-    def fetch(self, results: Tensor) -> None:
+    def fetch(self, results: Tensor, logprobs: Tensor, wanted: dict[int, int]) -> None:
+        """``wanted`` names the rows whose ``logprobs`` are to come too."""
         self.values.copy_(results, non_blocking=True)
+        self.wanted = wanted
+        if wanted:
+            self.logprobs.copy_(logprobs, non_blocking=True)
         if self.arrived is not None:
             self.arrived.record()
 
@@ -135,11 +145,26 @@ class _PinnedResults:
         *table, rows_run = self.values.tolist()
         rows = len(table) // 3
         events = [
-            TokenEvent(row, table[row], table[rows + row], bool(table[2 * rows + row]))
+            TokenEvent(
+                row,
+                table[row],
+                table[rows + row],
+                bool(table[2 * rows + row]),
+                self._logprobs(row),
+            )
             for row in range(rows)
             if table[row] >= 0
         ]
         return StepResult(events, rows_run)
+
+    def _logprobs(self, row: int) -> TokenLogprobs | None:
+        k = self.wanted.get(row)
+        if k is None:
+            return None
+        words = self.logprobs[row]
+        chosen, *top = words[: 1 + k].view(torch.float32).tolist()
+        ids = words[1 + MAX_LOGPROBS :][:k].tolist()
+        return TokenLogprobs(chosen, list(zip(ids, top, strict=True)))
 
 
 class TritonRunner(Runner):
@@ -184,6 +209,9 @@ class TritonRunner(Runner):
         self._results = torch.full((3 * rows + 1,), -1, dtype=torch.int32, device=device)
         self._table = self._results[:-1].view(3, rows)
         self._count = self._results[-1:]  # rows that run
+        # By row: the log-probability of its token, then those of the likeliest, then their ids.
+        self._logprobs = torch.zeros(rows, 1 + 2 * MAX_LOGPROBS, dtype=torch.int32, device=device)
+        self._wanted: dict[int, int] = {}  # likeliest tokens by row, where log-probabilities are
         cos, sin = model.rope(torch.arange(max_model_len, device=device))
         self._cos_sin = torch.cat((cos, sin), dim=1)  # FP32 [positions, D]
         self._buckets = bucket_sizes(rows)
@@ -220,14 +248,15 @@ class TritonRunner(Runner):
         if plan.start_rows:
             self._start(plan.start_rows)
         if plan.decode_rows:
-            self._decode_graphs.run(next(s for s in self._buckets if s >= plan.decode_rows))
+            bucket = next(size for size in self._buckets if size >= plan.decode_rows)
+            self._decode_graphs.run(bucket, plan.logprobs)
         else:
             self._table[0].fill_(-1)
             self._count.zero_()
         if plan.chunks:
-            self._prefill(plan.chunks)
+            self._prefill(plan.chunks, plan.logprobs)
         pinned = self._spare.popleft()
-        pinned.fetch(self._results)
+        pinned.fetch(self._results, self._logprobs, dict(self._wanted) if plan.logprobs else {})
         self._launched.append(pinned)
 
     def collect(self) -> StepResult:
@@ -251,6 +280,9 @@ class TritonRunner(Runner):
     def _start(self, starts: list[RowStart]) -> None:
         state, packed, offsets = self.state, [], []
         for start in starts:
+            self._wanted.pop(start.row, None)
+            if start.logprobs >= 0:
+                self._wanted[start.row] = start.logprobs
             offsets.append(len(packed))
             packed += step.pack_start(start, MAX_STOP_IDS)
         step.start_rows(
@@ -270,13 +302,14 @@ class TritonRunner(Runner):
             top_p=state.top_p,
             exit_threshold=state.exit_threshold,
             seed=state.seed,
+            logprobs=state.logprobs,
             stop_ids=state.stop_ids,
             prompt_blocks=state.tables.prompt_blocks,
             decode_blocks=state.decode_blocks,
             replay_depths=state.replay_depths,
         )
 
-    def _decode(self, bucket: int) -> None:
+    def _decode(self, bucket: int, logprobs: bool) -> None:
         """One loop for the running rows, of which there are at most ``bucket``."""
         state, weights = self.state, self.model.weights
         entries, space = self._entries.first(bucket), self._decode_space.first(bucket)
@@ -354,9 +387,9 @@ class TritonRunner(Runner):
             exit_count=self._exit_count,
             overlap=self._overlap,
         )
-        self._emit(entries)
+        self._emit(entries, logprobs)
 
-    def _prefill(self, chunks: list[PrefillChunk]) -> None:
+    def _prefill(self, chunks: list[PrefillChunk], logprobs: bool) -> None:
         """Run prompt tokens of several rows through all loops, packed."""
         segments = [PrefillSegment(c.row, c.start, len(c.tokens)) for c in chunks]
         size, tiles = self._prompts.fill(chunks, self.attention.tiles(segments))
@@ -376,7 +409,7 @@ class TritonRunner(Runner):
             at = self._upload([place for _, place in lasts], torch.int64)
             torch.index_select(self._prefill_space.normed, 0, at, out=entries.exit_hidden)
             self._exit_count.fill_(len(lasts))
-            self._emit(entries)
+            self._emit(entries, logprobs)
 
     def _prefill_loops(self, size: int, tiles: int) -> None:
         """All loops of ``size`` prompt tokens; ends with the final norm in ``normed``."""
@@ -442,7 +475,7 @@ class TritonRunner(Runner):
                 overlap=self._overlap,
             )
 
-    def _emit(self, entries: Entries) -> None:
+    def _emit(self, entries: Entries, logprobs: bool) -> None:
         """Logits and a sampled token for every row that exits or ends its prompt."""
         state = self.state
         self.projections.lm_head(entries.exit_hidden, entries.logits, self._exit_count)
@@ -459,6 +492,8 @@ class TritonRunner(Runner):
             workspace=self._sampling_space,
             overlap=self._overlap,
         )
+        if logprobs:
+            self._emit_logprobs(entries)
         step.emit_tokens(
             exit_rows=entries.exit_rows,
             exit_count=self._exit_count,
@@ -473,5 +508,19 @@ class TritonRunner(Runner):
             prompt_lengths=state.tables.prompt_lengths,
             decode_slots=state.tables.decode_slots,
             results=self._table,
+            overlap=self._overlap,
+        )
+
+    def _emit_logprobs(self, entries: Entries) -> None:
+        floats = self._logprobs.view(torch.float32)
+        token_logprobs(
+            floats[:, 0],
+            floats[:, 1 : 1 + MAX_LOGPROBS],
+            self._logprobs[:, 1 + MAX_LOGPROBS :],
+            entries.logits,
+            entries.tokens,
+            wanted=self.state.logprobs,
+            rows=entries.exit_rows,
+            count=self._exit_count,
             overlap=self._overlap,
         )

@@ -244,6 +244,7 @@ def test_start_rows_fills_a_row_as_plain_torch_does(depths):
             min_loops=1,
             max_loops=2,
             exit_depths=depths,
+            logprobs=row - 1,
         )
         for row in (3, 0)
     ]
@@ -269,6 +270,7 @@ def test_start_rows_fills_a_row_as_plain_torch_does(depths):
         top_p=ours.top_p,
         exit_threshold=ours.exit_threshold,
         seed=ours.seed,
+        logprobs=ours.logprobs,
         stop_ids=ours.stop_ids,
         prompt_blocks=ours.tables.prompt_blocks,
         decode_blocks=ours.decode_blocks,
@@ -276,7 +278,7 @@ def test_start_rows_fills_a_row_as_plain_torch_does(depths):
     )
     names = (
         "active depth generated slots_taken max_tokens min_loops max_loops replay top_k"
-        " temperature top_p exit_threshold seed stop_ids decode_blocks replay_depths"
+        " temperature top_p exit_threshold seed logprobs stop_ids decode_blocks replay_depths"
     )
     for name in names.split():
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name
