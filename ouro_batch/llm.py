@@ -208,6 +208,7 @@ class LLM:
         self._unfinished: dict[int, Request] = {}
         self._held: list[RequestOutput] = []  # finished during a generate() that did not own them
         self._next_id = 0
+        self._token_texts: dict[int, str] = {}
 
     def __enter__(self) -> LLM:
         return self
@@ -350,6 +351,15 @@ class LLM:
         if texts:
             texts[-1] += detokenizer.flush()
         return texts
+
+    def token_text(self, token_id: int) -> str:
+        """A token by itself, special ones spelled out; empty where there is no tokenizer."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            tokenizer = self.intake.text.tokenizer
+            text = "" if tokenizer is None else tokenizer.decode([token_id], False)
+            self._token_texts[token_id] = text
+        return text
 
     def snapshot(self) -> EngineSnapshot:
         """Where the engine stands; cheap."""

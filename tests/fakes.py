@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ouro_batch.environment import versions
 from ouro_batch.errors import EngineError, ModelError, RequestError
-from ouro_batch.params import RequestOutput, SamplingParams, Timing, Usage
+from ouro_batch.params import RequestOutput, SamplingParams, Timing, TokenLogprobs, Usage
 
 LOOPS = 4
 
@@ -32,6 +32,8 @@ class FakeRequest:
     answer: list[int]
     params: SamplingParams
     seed: int
+    index: int = 0
+    sample: int = 0
     made: list[int] = field(default_factory=list)
 
     @property
@@ -64,25 +66,21 @@ class FakeLLM:
         self._prompt_tokens = self._completion_tokens = 0
         self._decode_tokens = self._decode_loops = 0
 
-    def add_request(
-        self,
-        prompt=None,
-        params=None,
-        *,
-        messages=None,
-        chat_template_kwargs=None,
-        index=0,
-        too_long="error",
-    ):
+    def encode(self, prompt=None, messages=None, chat_template_kwargs=None):
         if messages is not None:
             prompt = messages[-1]["content"] + (chat_template_kwargs or {}).get("suffix", "")
-        if isinstance(prompt, str):
-            if prompt == "refuse me":
-                raise RequestError("the prompt needs 9,999 tokens of cache", "too_long")
-            prompt = [ord(letter) for letter in prompt]
+        if prompt == "cannot be tokenized":
+            raise RequestError("the prompt cannot be tokenized")
+        return [ord(letter) for letter in prompt] if isinstance(prompt, str) else prompt
+
+    def add_request(self, prompt, params, *, index=0, sample=0, too_long="error"):
+        if prompt == self.encode("refuse me"):
+            raise RequestError("the prompt needs 9,999 tokens of cache", "too_long")
         answer = [ord(letter) for letter in "".join(map(chr, prompt)).upper()]
+        if sample:
+            answer.append(ord("0") + sample)
         seed = params.seed if params.seed is not None else 1000 * self.seed + index
-        request = FakeRequest(self._next_id, len(prompt), answer, params, seed)
+        request = FakeRequest(self._next_id, len(prompt), answer, params, seed, index, sample)
         self.requests.append(request)
         self.most_waiting = max(self.most_waiting, len(self.requests) - self.max_rows)
         self._next_id += 1
@@ -119,6 +117,9 @@ class FakeLLM:
     @property
     def has_unfinished(self):
         return bool(self.requests)
+
+    def token_text(self, token_id):
+        return chr(token_id)
 
     def token_texts(self, token_ids):
         return [chr(token) for token in token_ids]
@@ -171,4 +172,13 @@ class FakeLLM:
             usage=Usage(request.prompt_tokens, len(made), sum(depths[1:])),
             timing=Timing(0.1, 0.2, 0.3, 0.6),
             seed=request.seed,
+            index=request.index,
+            sample=request.sample,
+            logprobs=self._logprobs(request),
         )
+
+    def _logprobs(self, request):
+        k = request.params.logprobs
+        if k is None:
+            return None
+        return [TokenLogprobs(-0.5, [(token, -0.5)][:k]) for token in request.made]

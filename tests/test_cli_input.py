@@ -1,5 +1,6 @@
 """What ``ouro-batch run`` takes as input: files, patterns, compression, text, foreign columns."""
 
+import datetime
 import gzip
 import os
 import subprocess
@@ -33,6 +34,75 @@ def test_compressed_files_and_patterns(folder):
     records = lines((folder / "out").read_bytes())
     assert [record["id"] for record in records] == [f"q{n}" for n in range(6)]
     assert b"no file matches none/*" in run(folder, "none/*").stderr
+
+
+def test_parquet(folder):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = arrow.table(
+        {
+            "question": ["ab", "cd", "ef"],
+            "key": [7, 8, 9],
+            "when": [datetime.date(2026, 12, day) for day in (1, 2, 3)],
+            "n": arrow.array([None, 2, None], arrow.int32()),
+        }
+    )
+    parquet.write_table(table, folder / "in.parquet", row_group_size=2)
+    columns = ("--prompt-field", "question", "--id-field", "key")
+    result = run(folder, "in.parquet", "in.jsonl", "-o", "out", *columns)
+    assert result.returncode == 1  # in.jsonl has other columns
+    assert b"9 requests" in result.stderr
+    records = lines((folder / "out").read_bytes())
+    assert [record.get("text") for record in records[:4]] == ["AB", "CD", "CD1", "EF"]
+    assert [record["id"] for record in records[:4]] == [7, 8, 8, 9]
+    assert records[3]["metadata"] == {"when": "2026-12-03"}
+    assert records[4]["error"]["file"] == "in.jsonl"
+    refused = run(folder, "in.parquet", "--format", "text")
+    assert refused.returncode == 2
+    assert b"in.parquet has columns, not lines of text" in refused.stderr
+
+
+def test_a_damaged_parquet_file_is_named(folder):
+    pytest.importorskip("pyarrow")
+    (folder / "in.parquet").write_bytes(b"PAR1 no such thing")
+    result = run(folder, "in.parquet", "-o", "out", "-q")
+    assert result.returncode == 3
+    assert b"error: reading in.parquet failed" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+def test_a_missing_parquet_reader_is_named(folder):
+    (folder / "in.parquet").write_bytes(b"")
+    (folder / "pyarrow.py").write_text("raise ImportError\n")
+    result = run(folder, "in.parquet", env={**os.environ, "PYTHONPATH": str(folder)})
+    assert result.returncode == 2
+    assert b"needs the package pyarrow (pip install 'ouro-batch[parquet]'" in result.stderr
+
+
+def test_an_id_that_was_there_before(folder):
+    write(
+        folder / "in.jsonl", [*PROMPTS[:3], {"prompt": "ab"}, PROMPTS[1], {"id": 3, "prompt": "c"}]
+    )
+    write(folder / "more.jsonl", [{"id": "q0", "promt": 1}, {"id": "q2", "prompt": "x"}])
+    result = run(folder, "in.jsonl", "more.jsonl", "-o", "out")
+    assert result.returncode == 1
+    records = lines((folder / "out").read_bytes())
+    errors = {r["index"]: r["error"] for r in records if "error" in r}
+    assert sorted(errors) == [4, 6, 7]
+    assert errors[4]["type"] == errors[7]["type"] == "duplicate_id"
+    assert errors[4]["message"].startswith("id 'q1' is the id of line 2 already (make ids unique")
+    assert "is the id of line 3 of in.jsonl already" in errors[7]["message"]
+    assert "unknown field 'promt'" in errors[6]["message"]
+    kept = run(folder, "in.jsonl", "-o", "kept", "--on-duplicate", "keep")
+    assert kept.returncode == 0
+    assert [r["id"] for r in lines((folder / "kept").read_bytes())] == [
+        "q0",
+        "q1",
+        "q2",
+        3,
+        "q1",
+        3,
+    ]
 
 
 @pytest.mark.parametrize("name", ["in.gz", "in.zst"])

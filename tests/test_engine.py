@@ -462,8 +462,8 @@ def test_options_that_cannot_run_are_refused_by_name(folder, options, message):
         ({"min_loops": 0}, "min_loops"),
         ({"min_loops": 3, "max_loops": 2}, "max_loops 2 is below min_loops 3"),
         ({"max_tokens": 3, "exit_depths": [4]}, "exit_depths gives 1 depths but max_tokens is 3"),
-        ({"n": 2}, "n is not supported yet"),
-        ({"logprobs": 1}, "logprobs is not supported yet"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"logprobs": 21}, "logprobs must be at most 20"),
     ],
 )
 def test_sampling_params_refuse_bad_values_by_name(fields, message):

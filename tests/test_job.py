@@ -8,10 +8,11 @@ import orjson
 import pytest
 
 from ouro_batch.errors import EngineError
+from ouro_batch.jobs.ahead import ReadAhead
 from ouro_batch.jobs.errors import FileError, UsageError
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.job import Job
-from ouro_batch.jobs.reader import LineReader, check_inputs, count_records, read_lines
+from ouro_batch.jobs.reader import check_inputs, count_records, read_lines
 from ouro_batch.jobs.statistics import JobCounts, job_statistics
 from ouro_batch.jobs.writer import check_apart, open_writer, write_atomically
 from tests.fakes import FakeLLM
@@ -22,7 +23,10 @@ class ListWriter:
         self.records = []
         self.written = 0
 
-    def kept(self, line, input_hash):
+    def holds(self, index):
+        return False
+
+    def kept(self, line, input_hash, sample=0):
         return None
 
     def write(self, record, input_hash):
@@ -37,7 +41,7 @@ def jsonl(path, *records):
 
 def run_job(llm, *inputs, writer=None, **options):
     writer = writer or ListWriter()
-    job = Job(llm, LineReader(inputs), writer, **options)
+    job = Job(llm, inputs, writer, **options)
     job.run()
     return job, writer.records
 
@@ -64,10 +68,10 @@ def test_standard_input_has_no_known_count(tmp_path):
 
 
 def test_reader_stays_a_bounded_number_of_lines_ahead(tmp_path):
-    reader = LineReader([jsonl(tmp_path / "a", *range(1000))], ahead=10)
+    reader = ReadAhead([jsonl(tmp_path / "a", *range(1000))], ahead=10)
+    seen = [reader.poll(2.0).index]
     time.sleep(0.1)
-    assert reader._lines.qsize() <= 10
-    seen = []
+    assert reader._items.qsize() <= 10
     while not reader.ended:
         line = reader.poll(0.5)
         if line is not None:
@@ -76,7 +80,7 @@ def test_reader_stays_a_bounded_number_of_lines_ahead(tmp_path):
 
 
 def test_a_failing_input_is_raised_where_lines_are_used(tmp_path):
-    reader = LineReader([str(tmp_path / "gone")])
+    reader = ReadAhead([str(tmp_path / "gone")])
     with pytest.raises(FileError, match="gone"):
         reader.poll(2.0)
 
@@ -153,7 +157,7 @@ def test_engine_error_ends_the_job_with_what_has_finished(tmp_path):
 def test_an_interrupt_lets_what_runs_finish_while_there_is_time(tmp_path, time_left):
     llm, writer, interrupt, told = FakeLLM("x", max_rows=2), ListWriter(), Interrupt(), []
     source = jsonl(tmp_path / "in", *[{"prompt": "abcd"}] * 90)
-    job = Job(llm, LineReader([source]), writer, interrupt=interrupt, stopping=told.append)
+    job = Job(llm, [source], writer, interrupt=interrupt, stopping=told.append)
     wait_until = time.monotonic() + 5
     while len(llm.requests) < 3 and time.monotonic() < wait_until:
         job._feed()
@@ -177,7 +181,7 @@ def test_running_requests_do_not_wait_for_a_slow_producer(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = ListWriter()
-    job = Job(FakeLLM("x"), LineReader([str(pipe)]), writer)
+    job = Job(FakeLLM("x"), [str(pipe)], writer)
     thread = threading.Thread(target=job.run)
     thread.start()
     with open(pipe, "wb", buffering=0) as producer:

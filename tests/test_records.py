@@ -3,7 +3,6 @@
 import orjson
 import pytest
 
-from ouro_batch.errors import RequestError
 from ouro_batch.jobs.reader import Line
 from ouro_batch.jobs.records import (
     InputFormat,
@@ -115,8 +114,8 @@ def test_own_fields_win_over_defaults():
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens must be an integer"),
         ({"prompt": "a", "temperature": -1}, "temperature must be at least 0"),
         ({"prompt": "a", "stop": [1]}, "stop must hold only str"),
-        ({"prompt": "a", "n": 2}, "n is not supported yet"),
-        ({"prompt": "a", "logprobs": 2}, "logprobs is not supported yet"),
+        ({"prompt": "a", "n": 0}, "n must be at least 1"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs must be at most 20"),
     ],
 )
 def test_refused_with_its_id(fields, message):
@@ -153,7 +152,7 @@ def test_nested_deeper_than_can_be_written(name):
 
 def test_result_record():
     record = parse({"id": "a", "prompt": "p", "metadata": 5})
-    result = result_record(record, output(), token_ids=False)
+    result = result_record(record, output(), token_ids=False, token_text=chr)
     assert result == {
         "id": "a",
         "index": 3,
@@ -166,23 +165,28 @@ def test_result_record():
         "seed": 77,
         "metadata": 5,
     }
-    assert result_record(record, output(), token_ids=True)["token_ids"] == [5, 6, 2]
+    assert result_record(record, output(), token_ids=True, token_text=chr)["token_ids"] == [5, 6, 2]
 
 
 def test_result_of_a_single_token_has_no_mean_depth():
     single = output(token_ids=[5], exit_depths=[4])
-    assert result_record(parse({"prompt": "p"}), single, token_ids=False)["mean_exit_depth"] is None
+    assert (
+        result_record(parse({"prompt": "p"}), single, token_ids=False, token_text=chr)[
+            "mean_exit_depth"
+        ]
+        is None
+    )
 
 
 def test_error_record():
-    error = RequestError("too long", "too_long")
+    error = RecordError("too long", "too_long", "a")
     expected = {"type": "too_long", "message": "too long", "line": 7}
-    assert error_record(line({}), "a", error, name_file=False) == {
+    assert error_record(line({}), error, name_file=False) == {
         "id": "a",
         "index": 3,
         "error": expected,
     }
-    assert error_record(line({}), "a", error, name_file=True)["error"]["file"] == "in.jsonl"
+    assert error_record(line({}), error, name_file=True)["error"]["file"] == "in.jsonl"
 
 
 def test_a_line_of_text_is_a_prompt():

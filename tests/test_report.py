@@ -14,7 +14,6 @@ import pytest
 from ouro_batch.jobs.errors import UsageError
 from ouro_batch.jobs.job import Job
 from ouro_batch.jobs.preview import INK, depth_colour
-from ouro_batch.jobs.reader import LineReader
 from ouro_batch.jobs.statistics import Timeline
 from ouro_batch.report.answers import cut, find_prompts, find_tokenizer
 from ouro_batch.report.build import build_report
@@ -55,7 +54,7 @@ def test_a_timeline_skips_what_follows_too_soon():
 
 def test_a_job_records_its_timeline(tmp_path):
     source = jsonl(tmp_path / "in.jsonl", *({"prompt": f"prompt {i}"} for i in range(9)))
-    job = Job(FakeLLM("fake"), LineReader([source]), ListWriter())
+    job = Job(FakeLLM("fake"), [source], ListWriter())
     job.run()
     last = job.counts.timeline.to_list()[-1]
     assert (last["requests_done"], last["completion_tokens"], last["rows_in_use"]) == (9, 72, 0)

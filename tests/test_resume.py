@@ -239,6 +239,58 @@ def test_two_jobs_never_write_one_output(folder):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.parametrize("at", ["append:1", "torn:5", "append:8", "order:11", "rename:1"])
+def test_samples_go_on_one_by_one(folder, at):
+    write(folder / "in.jsonl", [*PROMPTS[:3], {"prompt": "refuse me"}, PROMPTS[3] | {"n": 1}])
+    expected = undisturbed(folder, "--n", "3")
+    cut(folder, "--n", "3", at=at)
+    finished = [
+        (entry["index"], entry["sample"])
+        for entry in lines((folder / "out.part").read_bytes().rpartition(b"\n")[0])
+        if "record" in entry
+    ]
+    result = run(folder, "in.jsonl", "-o", "out", "--n", "3")
+    assert result.returncode == 1, result.stderr
+    got = results(folder / "out")
+    assert got == expected
+    assert [r.get("sample") for r in got] == [0, 1, 2, 0, 1, 2, 0, 1, 2, None, None]
+    stats = orjson.loads((folder / "out.stats.json").read_bytes())
+    assert stats["requests"]["resumed"] == len(set(finished))
+
+
+def test_a_changed_line_with_fewer_samples_leaves_none_of_the_old(folder):
+    write(folder / "in.jsonl", [PROMPTS[5], PROMPTS[6] | {"n": 3}, PROMPTS[7]])
+    cut(folder, at="append:5")
+    write(folder / "in.jsonl", [PROMPTS[5], {"prompt": "other", "n": 2}, PROMPTS[7]])
+    for _ in range(2):  # cut off while it runs again, too
+        cut(folder, "--resume", "force", at="append:1")
+    assert run(folder, "in.jsonl", "-o", "out", "--resume", "force").returncode == 0
+    texts = [(r["index"], r["text"]) for r in results(folder / "out") if r["index"] == 1]
+    assert texts == [(1, "OTHER"), (1, "OTHER1")]
+    assert len(results(folder / "out")) == 4
+
+
+def test_records_as_they_finish(folder):
+    expected = undisturbed(folder)
+    cut(folder, "--no-ordered", at="append:4")
+    part = [entry["record"]["id"] for entry in lines((folder / "out.part").read_bytes())[1:]]
+    assert run(folder, "in.jsonl", "-o", "out", "--no-ordered").returncode == 0
+    got = results(folder / "out")
+    assert [record["id"] for record in got[: len(part)]] == part
+    assert sorted(got, key=lambda record: record["index"]) == expected
+    assert got != expected
+
+
+def test_duplicates_are_the_same_after_a_resume(folder):
+    write(folder / "in.jsonl", [*PROMPTS[:5], PROMPTS[1], PROMPTS[4], *PROMPTS[5:8]])
+    expected = undisturbed(folder)
+    assert sum("error" in record for record in expected) == 2
+    for at in ("append:2", "append:2", "append:3"):
+        cut(folder, at=at)
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 1
+    assert results(folder / "out") == expected
+
+
 @pytest.mark.slow
 def test_a_hundred_kills(tmp_path):
     """Killed at every kind of moment, the job ends with the records of an undisturbed run."""
@@ -246,7 +298,11 @@ def test_a_hundred_kills(tmp_path):
     count = 420
     prompts = ["".join(draw.choices("abcdefgh", k=1 + n % 9)) for n in range(count)]
     prompts[7::29] = ["refuse me"] * len(prompts[7::29])
-    write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
+    samples = [3 if n % 10 == 4 else 1 for n in range(count)]
+    write(
+        tmp_path / "in.jsonl",
+        [{"prompt": prompt, "n": n} for prompt, n in zip(prompts, samples, strict=True)],
+    )
     expected = undisturbed(tmp_path, "--temperature", "0.7", "--seed", "5", model="slow")
     arguments = ("in.jsonl", "-o", "out", "--temperature", "0.7", "--seed", "5")
     points = [f"{draw.choice(['append', 'torn', 'sync'])}:{draw.randint(2, 6)}" for _ in range(90)]

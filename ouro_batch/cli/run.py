@@ -38,6 +38,11 @@ class TooLong(str, Enum):
     truncate_right = "truncate-right"
 
 
+class OnDuplicate(str, Enum):
+    error = "error"
+    keep = "keep"
+
+
 class Resume(str, Enum):
     auto = "auto"
     force = "force"
@@ -57,8 +62,8 @@ def run(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="JSON Lines files with a prompt or messages a line, .gz and .zst too, or patterns"
-            " such as 'shards/*.jsonl'; - is standard input.",
+            help="JSON Lines files with a prompt, messages or an OpenAI batch request a line; .gz,"
+            " .zst and .parquet too, or patterns such as 'shards/*.jsonl'; - is standard input.",
         ),
     ],
     model: Annotated[
@@ -120,6 +125,14 @@ def run(
             " finish.",
         ),
     ] = STDOUT,
+    ordered: Annotated[
+        bool,
+        option(
+            FILES,
+            "--ordered/--no-ordered",
+            help="Whether a file's records are in input order or as they finished.",
+        ),
+    ] = True,
     overwrite: Annotated[
         bool, option(FILES, "--overwrite", help="Replace an output that exists.")
     ] = False,
@@ -142,6 +155,15 @@ def run(
             " give the options and input of that job.",
         ),
     ] = False,
+    on_duplicate: Annotated[
+        OnDuplicate,
+        option(
+            FILES,
+            "--on-duplicate",
+            help="What becomes of a line whose id an earlier line has given: an error record, or it"
+            " is run like any other.",
+        ),
+    ] = OnDuplicate.error,
     on_too_long: Annotated[
         TooLong,
         option(
@@ -223,6 +245,25 @@ def run(
             help="Sample from this many of the likeliest tokens; 0: all.",
         ),
     ] = SamplingParams.top_k,
+    n: Annotated[
+        int,
+        option(
+            SAMPLING,
+            "--n",
+            metavar="N",
+            help="Samples of each prompt, each a record with a seed of its own, 1,024 at most.",
+        ),
+    ] = SamplingParams.n,
+    logprobs: Annotated[
+        int | None,
+        option(
+            SAMPLING,
+            "--logprobs",
+            metavar="K",
+            help="Give each token's log-probability and those of the K likeliest tokens, 0 to 20.",
+            show_default="none",
+        ),
+    ] = None,
     seed: Annotated[
         int,
         option(
@@ -417,6 +458,8 @@ def run(
         "exit_threshold": exit_threshold,
         "min_loops": min_loops,
         "max_loops": max_loops,
+        "n": n,
+        "logprobs": logprobs,
     }
     engine = {
         "revision": revision,
@@ -442,6 +485,8 @@ def run(
         sampling=sampling,
         recorded={"model": model, **engine},
         format=InputFormat(format is Format.text, prompt_field, id_field),
+        unique_ids=on_duplicate is OnDuplicate.error,
+        ordered=ordered,
         too_long=on_too_long.value,
         token_ids=token_ids,
         overwrite=overwrite,

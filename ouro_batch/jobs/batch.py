@@ -21,7 +21,7 @@ from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.job import Job
 from ouro_batch.jobs.preview import print_answers, token_pieces
 from ouro_batch.jobs.progress import JobTitle, open_progress, print_summary
-from ouro_batch.jobs.reader import LineReader, check_inputs, count_records, expand_inputs
+from ouro_batch.jobs.reader import check_inputs, count_records, expand_inputs
 from ouro_batch.jobs.records import InputFormat
 from ouro_batch.jobs.statistics import JobCounts, job_statistics
 from ouro_batch.jobs.writer import (
@@ -64,6 +64,8 @@ class BatchOptions:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     recorded: Mapping[str, Any] = field(default_factory=dict)
     format: InputFormat = field(default_factory=InputFormat)
+    unique_ids: bool = True
+    ordered: bool = True
     too_long: str = "error"
     token_ids: bool = False
     overwrite: bool = False
@@ -87,7 +89,7 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
     statistics = options.statistics
     if statistics is None and not stream:
         statistics = f"{options.output}.stats.json"
-    check_inputs(options.inputs)
+    check_inputs(options.inputs, text=options.format.text)
     check_apart(options.inputs, options.output, statistics)
     for target in [*([] if stream else [options.output]), *([statistics] if statistics else [])]:
         check_writable(target)
@@ -96,6 +98,7 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
         overwrite=options.overwrite,
         resume=options.resume,
         retry_errors=options.retry_errors,
+        ordered=options.ordered,
     )
     with Interrupt() as interrupt:
         try:
@@ -148,6 +151,8 @@ class _Batch:
                 self._console.print(
                     Text(f"resuming: {self._writer.written:,} records are done"), soft_wrap=True
                 )
+            if total is not None:
+                total *= options.sampling.get("n", 1)
             title = JobTitle(options.model, about["device"], about["schedule"], loops, total)
             job = self._run_job(llm, title)
             self._writer.finish(job.lines)
@@ -175,6 +180,7 @@ class _Batch:
             **{name: about.get(name) for name in named},
             **self._options.sampling,
             "on_too_long": self._options.too_long,
+            "unique_ids": self._options.unique_ids,
             "token_ids": self._options.token_ids,
         }
 
@@ -182,13 +188,13 @@ class _Batch:
         options = self._options
         shown = options.output == STDOUT and sys.stdout.isatty()
         progress = open_progress(self._console, title, quiet=options.quiet, records_shown=shown)
-        reader = LineReader(options.inputs)
         job = Job(
             llm,
-            reader,
+            options.inputs,
             self._writer,
             defaults=options.sampling,
             format=options.format,
+            unique_ids=options.unique_ids,
             too_long=options.too_long,
             token_ids=options.token_ids,
             name_files=len(options.inputs) > 1,
@@ -203,7 +209,6 @@ class _Batch:
             job.run()
         finally:
             progress.close()
-            reader.close()
         return job
 
     def _say_stopping(self, running: int) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ouro_batch.errors import OuroBatchError, RequestError
+from ouro_batch.jobs.ahead import ReadAhead
 from ouro_batch.jobs.errors import TooManyErrors
 from ouro_batch.jobs.interrupt import Interrupt
+from ouro_batch.jobs.prepare import Prepared, Preparer
 from ouro_batch.jobs.preview import Answer
 from ouro_batch.jobs.progress import Progress, QuietProgress
-from ouro_batch.jobs.reader import Line, LineReader
+from ouro_batch.jobs.reader import Line
 from ouro_batch.jobs.records import (
     InputFormat,
     Record,
     RecordError,
     error_record,
-    input_hash,
-    parse_record,
     result_record,
 )
 from ouro_batch.jobs.statistics import JobCounts
@@ -26,7 +26,7 @@ from ouro_batch.jobs.writer import Writer
 from ouro_batch.params import RequestOutput
 
 if TYPE_CHECKING:
-    from ouro_batch.llm import LLM
+    from ouro_batch.llm import LLM, EncodedPrompt
 
 IDLE_WAIT_S = 0.1
 MIN_WAITING = 64
@@ -37,10 +37,11 @@ class Job:
 
     Args:
         llm: the LLM, or anything with its surface.
-        reader: where lines come from.
+        inputs: the files that lines come from, as ``read_lines`` takes them.
         writer: where records go; the caller ends it with ``finish`` or ``keep``.
         defaults: sampling fields for lines that do not name them.
         format: how lines are read.
+        unique_ids: whether a line with the id of an earlier one is an error.
         too_long: what becomes of prompts that do not fit, as ``LLM.add_request`` has it.
         token_ids: whether output records carry ``token_ids``.
         name_files: whether error records name their input file.
@@ -54,11 +55,12 @@ class Job:
     def __init__(
         self,
         llm: LLM,
-        reader: LineReader,
+        inputs: Sequence[str],
         writer: Writer,
         *,
         defaults: Mapping[str, Any] | None = None,
         format: InputFormat | None = None,
+        unique_ids: bool = True,
         too_long: str = "error",
         token_ids: bool = False,
         name_files: bool = False,
@@ -71,10 +73,15 @@ class Job:
         self.counts = JobCounts()
         self.answers: dict[int, Answer] = {}
         self._llm = llm
-        self._reader = reader
+        preparer = Preparer(
+            defaults=defaults or {},
+            format=format or InputFormat(),
+            encode=self._encode,
+            done=writer.holds,
+            unique_ids=unique_ids,
+        )
+        self._reader = ReadAhead(inputs, preparer)
         self._writer = writer
-        self._defaults = defaults or {}
-        self._format = format
         self._too_long = too_long
         self._token_ids = token_ids
         self._name_files = name_files
@@ -116,6 +123,8 @@ class Job:
         except BaseException:
             self._abort()
             raise
+        finally:
+            self._reader.close()
 
     def _wind_down(self) -> None:
         """Nothing new begins; what runs may finish."""
@@ -133,59 +142,66 @@ class Job:
         engine = self._llm.snapshot()
         room = max(2 * engine.max_rows, MIN_WAITING) - engine.waiting
         while room > 0:
-            line = self._reader.poll(0.0 if self._running else IDLE_WAIT_S)
-            if line is None:
+            prepared = self._reader.poll(0.0 if self._running else IDLE_WAIT_S)
+            if prepared is None:
                 return
-            self._add(line)
-            room -= 1
+            room -= self._add(prepared)
 
-    def _add(self, line: Line) -> None:
+    def _encode(self, record: Record) -> EncodedPrompt:
+        return self._llm.encode(record.prompt, record.messages, record.chat_template_kwargs)
+
+    def _add(self, prepared: Prepared) -> int:
+        """Queue what a line still needs; returns how much of the window it takes."""
         self.lines += 1
-        try:
-            record = parse_record(line, self._defaults, self._format)
-        except RecordError as error:
-            line_hash = input_hash(line, None)
+        line, record, line_hash = prepared.line, prepared.record, prepared.input_hash
+        if record is None:
             if not self._keep(line, line_hash):
-                self._fail(line, error.id, error, line_hash)
-            return
-        line_hash = input_hash(line, record)
-        if self._keep(line, line_hash):
-            return
+                self._fail(line, prepared.error, line_hash)
+            return 1
+        queued: list[int] = []
         try:
-            if record.messages is None:
+            for sample in range(record.params.n):
+                kept = self._keep(line, line_hash, sample)
+                if kept is not None:
+                    if "error" in kept:  # which is that of all samples
+                        break
+                    continue
                 request_id = self._llm.add_request(
-                    record.prompt, record.params, index=record.index, too_long=self._too_long
-                )
-            else:
-                request_id = self._llm.add_request(
-                    params=record.params,
-                    messages=record.messages,
-                    chat_template_kwargs=record.chat_template_kwargs,
+                    prepared.prompt or self._encode(record),
+                    record.params,
                     index=record.index,
+                    sample=sample,
                     too_long=self._too_long,
                 )
+                queued.append(request_id)
+                self._running[request_id] = record, line_hash
         except RequestError as error:
-            self._fail(line, record.id, error, line_hash)
-            return
-        self._running[request_id] = record, line_hash
+            for request_id in queued:
+                self._llm.abort(request_id)
+                del self._running[request_id]
+            wrong = RecordError(str(error), error.type, record.id, record.openai)
+            self._fail(line, wrong, line_hash)
+        return record.params.n
 
-    def _keep(self, line: Line, line_hash: int) -> bool:
-        """Count what an earlier run has made of a line, if it has."""
-        kept = self._writer.kept(line, line_hash)
-        if kept is None:
-            return False
-        self.counts.add_record(kept)
-        return True
+    def _keep(self, line: Line, line_hash: int, sample: int = 0) -> dict[str, Any] | None:
+        """Count what an earlier run has made of a line's sample; None where it has not."""
+        kept = self._writer.kept(line, line_hash, sample)
+        if kept is not None:
+            self.counts.add_record(kept)
+        return kept
 
     def _finish(self, output: RequestOutput) -> None:
         record, line_hash = self._running.pop(output.request_id)
-        self._writer.write(result_record(record, output, token_ids=self._token_ids), line_hash)
+        result = result_record(
+            record, output, token_ids=self._token_ids, token_text=self._llm.token_text
+        )
+        self._writer.write(result, line_hash)
         self.counts.add_output(output)
-        if record.index < self._keep_first:
+        if record.index < self._keep_first and output.sample == 0:
             self.answers[record.index] = Answer(record, output)
 
-    def _fail(self, line: Line, record_id: Any, error: RequestError, line_hash: int) -> None:
-        record = error_record(line, record_id, error, name_file=self._name_files)
+    def _fail(self, line: Line, error: RecordError, line_hash: int) -> None:
+        record = error_record(line, error, name_file=self._name_files)
         self._writer.write(record, line_hash)
         self.counts.add_error(error.type)
         self._failed += 1

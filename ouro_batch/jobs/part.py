@@ -1,9 +1,10 @@
 """``OUT.part``: the finished records of a job that runs, or that was cut off.
 
 Lines of JSON. The first is a header with the settings that decide results; each further one holds
-a record, the index of its input line and a hash of what that line means; the last, written when
-all records are there, says so. Records are appended in the order in which they finish; of two with
-one index the later counts. The file is locked while a job writes it.
+a record, the index of its input line, its sample and a hash of what that line means, or says that
+the records of a line so far count no more; the last, written when all records are there, says so.
+Records are appended in the order in which they finish; of two with one index and sample the later
+counts. The file is locked while a job writes it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from ouro_batch.jobs.errors import UsageError
+from ouro_batch.params import MAX_SAMPLES
 
-VERSION = 1
+VERSION = 2
 SYNC_INTERVAL_S = 3.0
-MISSING = 2**64 - 1
 ANY_INPUT = 0  # the hash of a record whose input is not known
 COMPLETE = b'{"complete":true}\n'
 
@@ -43,9 +45,13 @@ class PartFile:
         self.records = 0
         self.header: dict[str, Any] | None = None
         self.complete = False
-        self._start = array("Q")  # of an index's line; MISSING where there is none
+        # A record each, in the order of the file: index and sample, where its line is, its hash.
+        self._key = array("Q")
+        self._start = array("Q")
         self._size = array("I")
-        self._hash = array("Q")  # of the records that were there before this run
+        self._hash = array("Q")  # only of the records that were there before this run
+        self._dropped: dict[int, int] = {}  # by index: how many records were there then
+        self._before = _Lookup(self._key, self._dropped)
         self._end = 0
         self._synced = time.monotonic()
         self._file = _open_locked(path)
@@ -53,6 +59,8 @@ class PartFile:
         try:
             if not unread:
                 self._scan()
+                self._before = _Lookup(self._key, self._dropped)
+                self.records = len(self._before.places)
         except BaseException:
             os.close(self._file)
             raise
@@ -64,52 +72,67 @@ class PartFile:
         self._end = self.records = 0
         self.complete = False
         self._begun = True
-        for column in (self._start, self._size, self._hash):
+        for column in (self._key, self._start, self._size, self._hash):
             del column[:]
+        self._dropped.clear()
+        self._before = _Lookup(self._key, self._dropped)
         self.header = header
         self._write(orjson.dumps(header, option=orjson.OPT_APPEND_NEWLINE))
         self.sync()
 
-    def append(self, index: int, input_hash: int, record: bytes) -> None:
-        """Add the record of an input line, JSON without a newline.
+    def append(self, index: int, input_hash: int, record: bytes, sample: int = 0) -> None:
+        """Add the record of an input line's sample, JSON without a newline.
 
         Raises:
             OSError: it cannot be written; the file ends with the record before.
         """
-        line = b'{"index":%d,"hash":"%016x","record":%s}\n' % (index, input_hash, record)
+        line = b'{"index":%d,"sample":%d,"hash":"%016x","record":%s}\n' % (
+            index,
+            sample,
+            input_hash,
+            record,
+        )
         start = self._end
         self._write(line)
-        self._note(index, start, len(line))
-        if input_hash == ANY_INPUT:
-            self._note_hash(index, input_hash)
+        self._note(index, sample, start, len(line))
+        self.records += self.find(index, sample) is None
         if time.monotonic() - self._synced > SYNC_INTERVAL_S:
             self.sync()
 
-    def holds(self, index: int) -> bool:
-        """Whether there is a record of this input line."""
-        return index < len(self._start) and self._start[index] != MISSING
+    def drop(self, index: int) -> None:
+        """The records of an input line so far count no more: it has changed."""
+        self._write(b'{"index":%d,"dropped":true}\n' % index)
+        self._dropped[index] = len(self._key)
 
-    def same_input(self, index: int, input_hash: int) -> bool:
-        """Whether the record of this input line was made from what the line means now."""
-        return index < len(self._hash) and self._hash[index] in (input_hash, ANY_INPUT)
+    def find(self, index: int, sample: int = 0) -> int | None:
+        """The place of a record that was there before this run. Any thread may ask."""
+        return self._before.find(index, sample)
 
-    def record(self, index: int) -> dict[str, Any]:
-        """The record of an input line that ``holds``."""
-        return orjson.loads(self._record_bytes(index))
+    def look_again(self) -> None:
+        """Take what was appended so far for records that were there before this run."""
+        self._hash.extend([ANY_INPUT] * (len(self._key) - len(self._hash)))
+        self._before = _Lookup(self._key, self._dropped)
 
-    def in_order(self) -> Iterator[bytes]:
-        """Every record as a line of its own, in input order."""
-        for index in range(len(self._start)):
-            if self.holds(index):
-                yield self._record_bytes(index) + b"\n"
+    def same_input(self, place: int, input_hash: int) -> bool:
+        """Whether the record at a place was made from what its line means now."""
+        return self._hash[place] in (input_hash, ANY_INPUT)
+
+    def record(self, place: int) -> dict[str, Any]:
+        """The record at a place."""
+        return orjson.loads(self._record_bytes(place))
+
+    def lines(self, *, ordered: bool = True) -> Iterator[tuple[int, bytes]]:
+        """Index and bytes of every record that counts, by index and sample or as they finished."""
+        places = _Lookup(self._key, self._dropped).places
+        if not ordered:
+            places = np.sort(places)
+        for place in places:
+            yield self._key[place] // MAX_SAMPLES, self._record_bytes(place)
 
     @property
     def last_index(self) -> int:
         """The highest index of a record, -1 where there is none."""
-        last = len(self._start) - 1
-        while last >= 0 and not self.holds(last):
-            last -= 1
-        return last
+        return max(self._key) // MAX_SAMPLES if self._key else -1
 
     def finish(self) -> None:
         """Say that all records are there, so that only OUT is left to be made."""
@@ -142,21 +165,14 @@ class PartFile:
             self.sync()
         os.close(self._file)
 
-    def _record_bytes(self, index: int) -> bytes:
-        line = os.pread(self._file, self._size[index], self._start[index])
+    def _record_bytes(self, place: int) -> bytes:
+        line = os.pread(self._file, self._size[place], self._start[place])
         return line[line.index(b'"record":') + 9 : -2]
 
-    def _note(self, index: int, start: int, size: int) -> None:
-        while len(self._start) <= index:
-            self._start.append(MISSING)
-            self._size.append(0)
-        self.records += self._start[index] == MISSING
-        self._start[index], self._size[index] = start, size
-
-    def _note_hash(self, index: int, input_hash: int) -> None:
-        while len(self._hash) <= index:
-            self._hash.append(MISSING)
-        self._hash[index] = input_hash
+    def _note(self, index: int, sample: int, start: int, size: int) -> None:
+        self._key.append(index * MAX_SAMPLES + sample)
+        self._start.append(start)
+        self._size.append(size)
 
     def _write(self, data: bytes) -> None:
         try:
@@ -191,16 +207,46 @@ class PartFile:
                 self.header = entry
             elif entry.get("complete"):
                 self.complete = True
+            elif entry.get("dropped"):
+                self._dropped[entry["index"]] = len(self._key)
             else:
-                index, input_hash = entry["index"], int(entry["hash"], 16)
-                self._note(index, self._end, len(line))
-                self._note_hash(index, input_hash)
+                self._note(entry["index"], entry["sample"], self._end, len(line))
+                self._hash.append(int(entry["hash"], 16))
                 self.complete = False
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             what = "is no file of ouro-batch" if number == 1 else f"is damaged in line {number}"
             raise UsageError(
                 f"{self.path} {what} (move it away, or give --resume never to start anew)"
             ) from None
+
+
+class _Lookup:
+    """Finds records by index and sample among the keys that there are now.
+
+    ``places`` are those of the records that count, ordered by index and sample.
+    """
+
+    def __init__(self, keys: array[int], dropped: Mapping[int, int]):
+        columns = np.array(keys, dtype=np.uint64)
+        order = np.argsort(columns, kind="stable")
+        ordered = columns[order]
+        last = np.ones(len(order), dtype=bool)  # of those with one key
+        last[:-1] = ordered[:-1] != ordered[1:]
+        if dropped and len(order):
+            lines = np.array(sorted(dropped), dtype=np.uint64)
+            counts = np.array([dropped[int(line)] for line in lines])
+            own = ordered // np.uint64(MAX_SAMPLES)
+            at = np.minimum(np.searchsorted(lines, own), len(lines) - 1)
+            last &= (lines[at] != own) | (order >= counts[at])
+        self._keys = ordered[last]
+        self.places = order[last]
+
+    def find(self, index: int, sample: int) -> int | None:
+        key = index * MAX_SAMPLES + sample
+        at = int(np.searchsorted(self._keys, np.uint64(key)))
+        if at < len(self._keys) and self._keys[at] == key:
+            return int(self.places[at])
+        return None
 
 
 def _open_locked(path: Path) -> int:

@@ -1,7 +1,4 @@
-"""Reads the lines of a job's inputs, a bounded number ahead, in a thread of its own.
-
-The thread is there so that a slow producer on standard input never holds up running requests.
-"""
+"""Reads the lines of a job's inputs, whatever they are kept in."""
 
 from __future__ import annotations
 
@@ -9,20 +6,19 @@ import glob
 import gzip
 import io
 import os
-import queue
 import stat
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from ouro_batch.jobs.errors import FileError, UsageError
+from ouro_batch.jobs.parquet import parquet_lines, parquet_rows, require_pyarrow
 
 STDIN = "-"
 BOM = b"\xef\xbb\xbf"
 JSON_SPACE = b" \t\r\n"
-GZIP, ZSTANDARD = ".gz", ".zst"
+GZIP, ZSTANDARD, PARQUET = ".gz", ".zst", ".parquet"
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,8 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
     return inputs
 
 
-def check_inputs(inputs: Sequence[str]) -> None:
-    """Refuse inputs that cannot be opened.
+def check_inputs(inputs: Sequence[str], *, text: bool = False) -> None:
+    """Refuse inputs that cannot be opened; with ``text``, those that have no lines of text.
 
     Raises:
         UsageError: naming the input and what is wrong with it.
@@ -71,6 +67,10 @@ def check_inputs(inputs: Sequence[str]) -> None:
                 open(source, "rb").close()
             if source.endswith(ZSTANDARD):
                 _zstandard()
+            if source.endswith(PARQUET):
+                require_pyarrow()
+                if text:
+                    raise UsageError(f"{source} has columns, not lines of text (see --format)")
         except OSError as error:
             raise UsageError(f"cannot read {source}: {error.strerror}") from None
 
@@ -79,7 +79,10 @@ def count_records(inputs: Sequence[str]) -> int | None:
     """Records in all inputs, None where one is no regular file and can be read only once."""
     if not all(source != STDIN and os.path.isfile(source) for source in inputs):
         return None
-    return sum(1 for _ in read_lines(inputs))
+    return sum(
+        parquet_rows(source) if source.endswith(PARQUET) else sum(1 for _ in read_lines([source]))
+        for source in inputs
+    )
 
 
 def read_lines(inputs: Sequence[str]) -> Iterator[Line]:
@@ -91,73 +94,28 @@ def read_lines(inputs: Sequence[str]) -> Iterator[Line]:
     index = 0
     for source in inputs:
         try:
-            with _open(source) as file:
-                for number, data in enumerate(file, start=1):
-                    if number == 1:
-                        data = data.removeprefix(BOM)
-                    data = data.rstrip(b"\r\n")
-                    if data.strip(JSON_SPACE):
-                        yield Line(index, number, source, data)
-                        index += 1
+            for number, data in enumerate(_raw_lines(source), start=1):
+                if number == 1:
+                    data = data.removeprefix(BOM)
+                data = data.rstrip(b"\r\n")
+                if data.strip(JSON_SPACE):
+                    yield Line(index, number, source, data)
+                    index += 1
         except (OSError, EOFError, zlib.error) as error:
             raise FileError(_failed(source, error)) from error
         except Exception as error:
-            # The zstandard package has an error class of its own; it may not be installed.
-            if source.endswith(ZSTANDARD):
+            # These packages have error classes of their own; they may not be installed.
+            if source.endswith((ZSTANDARD, PARQUET)):
                 raise FileError(_failed(source, error)) from error
             raise
 
 
-class LineReader:
-    """``read_lines`` ahead of its consumer; never more than ``ahead`` lines are held."""
-
-    def __init__(self, inputs: Sequence[str], ahead: int = 1024):
-        self.ended = False
-        self._lines: queue.Queue[Line | BaseException | None] = queue.Queue(ahead)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(inputs,), daemon=True)
-        self._thread.start()
-
-    def poll(self, wait_s: float = 0.0) -> Line | None:
-        """The next line, or None where none arrives in time or all were read (``ended``).
-
-        Raises:
-            FileError: an input failed.
-        """
-        if self.ended:
-            return None
-        try:
-            line = self._lines.get(block=wait_s > 0, timeout=wait_s or None)
-        except queue.Empty:
-            return None
-        if line is None or isinstance(line, BaseException):
-            self.ended = True
-            if line is not None:
-                raise line
-        return line
-
-    def close(self) -> None:
-        """Stop reading."""
-        self._closed.set()
-
-    def _read(self, inputs: Sequence[str]) -> None:
-        end: BaseException | None = None
-        try:
-            for line in read_lines(inputs):
-                if not self._put(line):
-                    return
-        except BaseException as error:  # raised again where the lines are used
-            end = error
-        self._put(end)
-
-    def _put(self, line: Line | BaseException | None) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._lines.put(line, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
+def _raw_lines(source: str) -> Iterator[bytes]:
+    if source != STDIN and source.endswith(PARQUET):
+        yield from parquet_lines(source)
+        return
+    with _open(source) as file:
+        yield from file
 
 
 def _failed(source: str, error: Exception) -> str:

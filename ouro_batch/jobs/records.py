@@ -1,6 +1,6 @@
 """The records of a job: one input line parsed into a ``Record``, one result into an output record.
 
-An input record is a JSON object::
+An input record is a JSON object, or one of OpenAI's batch lines (``openai.py``)::
 
     {"id": any, "prompt": text | token ids, "messages": [...], SAMPLING FIELDS,
      "chat_template_kwargs": {...}, "metadata": any}
@@ -10,26 +10,42 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from ouro_batch.errors import RequestError
+from ouro_batch.jobs.openai import asked, is_openai_line, record_fields
 from ouro_batch.jobs.reader import Line
 from ouro_batch.params import RequestOutput, SamplingParams
 
 SAMPLING_FIELDS = SamplingParams.names()
+LONG_NUMBER = re.compile(rb"[0-9]{19}")
 FIELDS = ("id", "prompt", "messages", *SAMPLING_FIELDS, "chat_template_kwargs", "metadata")
 
 
 class RecordError(RequestError):
-    """A line that is no valid record. ``id`` is the line's, None where it could not be read."""
+    """A line that is no valid record. ``id`` is the line's, None where it could not be read.
 
-    def __init__(self, message: str, type: str = "invalid_request", id: Any = None):
+    ``openai`` is what ``Record`` has.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        type: str = "invalid_request",
+        id: Any = None,
+        openai: dict[str, Any] | None = None,
+    ):
         super().__init__(message, type)
         self.id = id
+        self.openai = openai
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,8 @@ class Record:
     """One request of a job; exactly one of ``prompt`` and ``messages`` is set.
 
     ``index`` counts the non-blank lines of all inputs from 0; ``line`` is the number of the line
-    in its ``source``, from 1. A record without an id has its index for one.
+    in its ``source``, from 1. A record without an id has its index for one. ``openai`` is set where
+    the answer is to have OpenAI's form: what was asked, as ``openai.asked`` has it.
     """
 
     index: int
@@ -49,6 +66,8 @@ class Record:
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     metadata: Any = None
+    has_own_id: bool = False
+    openai: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,10 @@ def parse_record(
         raise RecordError(f"the line is not valid JSON: {error}", "invalid_json") from None
     if not isinstance(fields, dict):
         raise RecordError(f"the line must be a JSON object, got {_kind(fields)}")
+    if LONG_NUMBER.search(line.data) or any(line.data.count(_key(name)) > 1 for name in fields):
+        _check_lossless(line.data)
+    if is_openai_line(fields):
+        return _openai_record(line, fields, defaults)
     fields = _rename_columns(fields, format)
     record_id = fields.get("id", line.index)
     if not _can_be_written(record_id):
@@ -89,6 +112,48 @@ def parse_record(
         return _record(line, record_id, fields, defaults)
     except RequestError as error:
         raise RecordError(str(error), error.type, record_id) from None
+
+
+def _openai_record(line: Line, fields: dict[str, Any], defaults: Mapping[str, Any]) -> Record:
+    record_id = fields.get("custom_id")
+    if not isinstance(record_id, str):
+        record_id = None
+    try:
+        own = record_fields(fields)
+        record = _record(line, record_id, own, defaults)
+        return replace(record, openai=asked(fields, record.params.n))
+    except RequestError as error:
+        raise RecordError(str(error), error.type, record_id, asked(fields, 1)) from None
+
+
+def _key(name: str) -> bytes:
+    return b'"%s"' % name.encode("utf-8", "replace")
+
+
+def _check_lossless(data: bytes) -> None:
+    """Refuse what reading would change: long integers, and all but the last of equal names.
+
+    Raises:
+        RecordError: naming the number or the field.
+    """
+
+    def integer(digits: str) -> int:
+        value = int(digits[:40])
+        if not -(2**63) <= value < 2**64:
+            shown = digits if len(digits) <= 40 else f"{digits[:37]}..."
+            raise RecordError(f"{shown} does not fit 64 bits (write it in quotes)")
+        return value
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise RecordError(f"the field {twice!r} is there twice")
+        return found
+
+    with suppress(RecursionError):  # what is nested so deeply is refused where it is used
+        json.loads(data, parse_int=integer, object_pairs_hook=unique)
 
 
 def input_hash(line: Line, record: Record | None) -> int:
@@ -110,11 +175,18 @@ def input_hash(line: Line, record: Record | None) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def result_record(record: Record, output: RequestOutput, *, token_ids: bool) -> dict[str, Any]:
+def result_record(
+    record: Record,
+    output: RequestOutput,
+    *,
+    token_ids: bool,
+    token_text: Callable[[int], str],
+) -> dict[str, Any]:
     """The output record of a request that has finished; ``token_ids`` only where asked for."""
-    result = {
-        "id": record.id,
-        "index": record.index,
+    result: dict[str, Any] = {"id": record.id, "index": record.index}
+    if record.params.n > 1:
+        result["sample"] = output.sample
+    result |= {
         "text": output.text,
         "finish_reason": output.finish_reason,
         "exit_depths": list(output.exit_depths),
@@ -128,17 +200,30 @@ def result_record(record: Record, output: RequestOutput, *, token_ids: bool) -> 
         result["truncated_tokens"] = output.truncated_tokens
     if token_ids:
         result["token_ids"] = list(output.token_ids)
+    if output.logprobs is not None:
+
+        def named(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": token_text(token), "token_id": token, "logprob": logprob}
+
+        result["logprobs"] = [
+            named(token, entry.logprob) | {"top": [named(*other) for other in entry.top]}
+            for token, entry in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+    if record.openai is not None:
+        result["openai"] = record.openai
+        result["timing"]["finished_at"] = int(time.time())
     return result
 
 
-def error_record(
-    line: Line, record_id: Any, error: RequestError, *, name_file: bool
-) -> dict[str, Any]:
+def error_record(line: Line, error: RecordError, *, name_file: bool) -> dict[str, Any]:
     """The output record of a line that cannot be run; ``name_file`` where a job has several."""
     details = {"type": error.type, "message": str(error), "line": line.number}
     if name_file:
         details["file"] = line.source
-    return {"id": record_id, "index": line.index, "error": details}
+    result = {"id": error.id, "index": line.index, "error": details}
+    if error.openai is not None:
+        result["openai"] = error.openai
+    return result
 
 
 def _text_record(line: Line, defaults: Mapping[str, Any]) -> Record:
@@ -215,6 +300,7 @@ def _record(
         messages=fields.get("messages"),
         chat_template_kwargs=template,
         metadata=metadata,
+        has_own_id=fields.get("id") is not None,
     )
 
 

@@ -1,8 +1,8 @@
 """Writes a job's output records: into a file in input order, or to a stream as they finish.
 
 While a job runs, finished records are appended to ``OUT.part`` (``part.py``). At its end they
-become ``OUT`` in input order, at once: ``OUT`` never holds half a job. What is in the part when a
-job begins was made by an earlier run of it, and is not made again.
+become ``OUT``, in input order or as they finished, at once: ``OUT`` never holds half a job. What is
+in the part when a job begins was made by an earlier run of it, and is not made again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 
 from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
+from ouro_batch.jobs.openai import OutputForm, native_records
 from ouro_batch.jobs.part import ANY_INPUT, PartFile
 from ouro_batch.jobs.reader import STDIN, Line
 
@@ -33,8 +34,11 @@ class Writer(Protocol):
     def begin(self, settings: Mapping[str, Any]) -> None:
         """Before the first record; ``settings`` decide results."""
 
-    def kept(self, line: Line, input_hash: int) -> dict[str, Any] | None:
-        """The record that an earlier run made of a line, None where there is none."""
+    def holds(self, index: int) -> bool:
+        """Whether an earlier run made a record of a line; any thread may ask."""
+
+    def kept(self, line: Line, input_hash: int, sample: int = 0) -> dict[str, Any] | None:
+        """The record that an earlier run made of a line's sample, None where there is none."""
 
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         """Take one record. Raises FileError or OutputClosed where it cannot be written."""
@@ -51,7 +55,7 @@ class FileWriter:
 
     A part that an earlier run of the same job left is taken up: ``begin`` says how. With
     ``retry_errors`` the records without an error of ``OUT`` or its part are kept, and all other
-    lines are run.
+    lines are run. ``ordered`` False leaves the records in the order in which they finished.
 
     Raises:
         UsageError: ``OUT`` exists and ``overwrite`` is False, another job writes it, it cannot be
@@ -65,13 +69,16 @@ class FileWriter:
         overwrite: bool = False,
         resume: str = "auto",
         retry_errors: bool = False,
+        ordered: bool = True,
     ):
+        self._ordered = ordered
         # A link stays a link: what it points to is replaced.
         self.path = Path(os.path.realpath(output))
         self.resumed = 0  # records that were there and whose lines have come by
         self._resume = resume
         self._retry_errors = retry_errors
         self._finished = False
+        self._changed: set[int] = set()  # lines that are run again because they are others now
         self._part = PartFile(
             self.path.with_name(self.path.name + ".part"), unread=resume == "never"
         )
@@ -117,17 +124,22 @@ class FileWriter:
         try:
             with open(self.path, "rb") as file:
                 for number, line in enumerate(file, start=1):
-                    try:
-                        record = orjson.loads(line)
-                        index, failed = record["index"], "error" in record
-                    except (ValueError, TypeError, KeyError):
-                        raise UsageError(
-                            f"line {number} of {self.path} is no output record of ouro-batch run"
-                        ) from None
-                    if not failed and not self._part.holds(index):
-                        self._part.append(index, ANY_INPUT, line.rstrip(b"\r\n"))
+                    for record in self._finished_records(number, line):
+                        index, sample = record["index"], record.get("sample", 0)
+                        if "error" not in record and self._part.find(index, sample) is None:
+                            self._part.append(index, ANY_INPUT, orjson.dumps(record), sample)
+            self._part.look_again()
         except OSError as error:
             raise FileError(f"copying {self.path} failed: {error.strerror}") from error
+
+    def _finished_records(self, number: int, line: bytes) -> list[dict[str, Any]]:
+        try:
+            records = native_records(orjson.loads(line))
+            if all(type(record["index"]) is int for record in records):
+                return records
+        except (ValueError, TypeError, KeyError):
+            pass
+        raise UsageError(f"line {number} of {self.path} is no output record of ouro-batch run")
 
     def _compare(self, header: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         settings = orjson.loads(orjson.dumps(settings, default=str))
@@ -144,19 +156,25 @@ class FileWriter:
                 " to start anew)"
             )
 
-    def kept(self, line: Line, input_hash: int) -> dict[str, Any] | None:
-        """The record that an earlier run made of a line; None where the line is to be run.
+    def holds(self, index: int) -> bool:
+        return self._resume != "never" and self._part.find(index) is not None
+
+    def kept(self, line: Line, input_hash: int, sample: int = 0) -> dict[str, Any] | None:
+        """The record that an earlier run made of a line's sample; None where that is to be run.
 
         Raises:
             UsageError: the line is not what it was; with resume "force" it is run again instead.
         """
-        if not self._part.holds(line.index) or self._resume == "never":
+        place = None if self._resume == "never" else self._part.find(line.index, sample)
+        if place is None or line.index in self._changed:
             return None
-        record = self._part.record(line.index)
+        record = self._part.record(place)
         if self._retry_errors and "error" in record:
             return None
-        if not self._part.same_input(line.index, input_hash):
+        if not self._part.same_input(place, input_hash):
             if self._resume == "force":
+                self._changed.add(line.index)
+                self._part.drop(line.index)
                 return None
             raise UsageError(
                 f"line {line.number} of {line.source} is not the line that {self.part} holds a"
@@ -167,8 +185,9 @@ class FileWriter:
         return record
 
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
+        sample = record.get("sample", 0)
         try:
-            self._part.append(record["index"], input_hash, orjson.dumps(record))
+            self._part.append(record["index"], input_hash, orjson.dumps(record), sample)
         except OSError as error:
             raise FileError(f"writing {self.part} failed: {error.strerror}") from error
 
@@ -185,7 +204,7 @@ class FileWriter:
             )
         try:
             self._part.finish()
-            write_atomically(self.path, self._part.in_order())
+            write_atomically(self.path, _as_asked(self._part.lines(ordered=self._ordered)))
         except OSError as error:
             raise FileError(
                 f"writing {self.path} failed: {error.strerror}"
@@ -212,6 +231,7 @@ class StreamWriter:
 
     def __init__(self, output: str):
         self.written = self.resumed = 0
+        self._form = OutputForm()
         self._name = "standard output" if output == STDOUT else output
         try:
             self._file = sys.stdout.buffer if output == STDOUT else _open_stream(output)
@@ -221,12 +241,15 @@ class StreamWriter:
     def begin(self, settings: Mapping[str, Any]) -> None:
         """A stream has no past."""
 
-    def kept(self, line: Line, input_hash: int) -> dict[str, Any] | None:
+    def holds(self, index: int) -> bool:
+        return False
+
+    def kept(self, line: Line, input_hash: int, sample: int = 0) -> dict[str, Any] | None:
         return None
 
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         try:
-            self._file.write(encode(record))
+            self._file.write(self._form.push(record))
             self._file.flush()
         except BrokenPipeError:
             raise OutputClosed(f"{self._name} was closed by its reader") from None
@@ -242,7 +265,12 @@ class StreamWriter:
 
 
 def open_writer(
-    output: str, *, overwrite: bool = False, resume: str = "auto", retry_errors: bool = False
+    output: str,
+    *,
+    overwrite: bool = False,
+    resume: str = "auto",
+    retry_errors: bool = False,
+    ordered: bool = True,
 ) -> FileWriter | StreamWriter:
     """The writer for an output: a file, or ``-``, a device or a named pipe as a stream.
 
@@ -255,7 +283,9 @@ def open_writer(
         if retry_errors:
             raise UsageError(f"the errors of {output} cannot be retried: it is no file")
         return StreamWriter(output)
-    return FileWriter(output, overwrite=overwrite, resume=resume, retry_errors=retry_errors)
+    return FileWriter(
+        output, overwrite=overwrite, resume=resume, retry_errors=retry_errors, ordered=ordered
+    )
 
 
 def is_stream(output: str) -> bool:
@@ -326,9 +356,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def encode(record: dict[str, Any]) -> bytes:
-    """A record as one line of JSON."""
-    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+def _as_asked(lines: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
+    """Records in the form in which their lines asked for them."""
+    form = OutputForm()
+    for _, line in lines:
+        # Nearly all records are as they should be: they need not be read.
+        record = orjson.loads(line) if b'"openai":{' in line else {}
+        yield form.push(record) if "openai" in record else line + b"\n"
 
 
 def _open_stream(output: str) -> BinaryIO:

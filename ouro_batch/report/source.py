@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from ouro_batch.jobs.errors import FileError, UsageError
+from ouro_batch.jobs.openai import native_records
 
 STDIN = "-"
 PART = ".part"
@@ -119,8 +120,7 @@ class Output:
                 for number, line in enumerate(file, start=1):
                     if not line.strip():
                         continue
-                    row = self._row(number, line)
-                    if row is not None:
+                    for row in self._rows(number, line):
                         count += 1
                         yield row
         except OSError as error:
@@ -134,26 +134,38 @@ class Output:
             return sys.stdin.buffer
         return stack.enter_context(open(self.path, "rb"))
 
-    def _row(self, number: int, line: bytes) -> Row | None:
+    def _rows(self, number: int, line: bytes) -> list[Row]:
         try:
             record = orjson.loads(line)
-            if isinstance(record, dict) and "record" in record:  # a line of OUT.part
-                record = record["record"]
-            row = parse_row(record)
         except orjson.JSONDecodeError:
-            record = row = None
             if not line.endswith(b"\n"):
                 self._torn = True
-                return None
-        end = record == {"complete": True}  # the last line of OUT.part
-        if row is None and not end and not (number == 1 and self._header(record)):
+                return []
+            record = None
+        if isinstance(record, dict) and "record" in record:  # a line of OUT.part
+            record = record["record"]
+        elif self._no_record(number, record):
+            return []
+        try:
+            rows = [parse_row(native) for native in native_records(record)]
+        except (ValueError, TypeError, KeyError, LookupError, AttributeError):
+            rows = [None]
+        if None in rows:
             self._bad += 1
             self._first_bad = self._first_bad or number
-        return row
+        return [row for row in rows if row is not None]
+
+    def _no_record(self, number: int, record: Any) -> bool:
+        """Whether a line is one of those that OUT.part has besides records."""
+        if not isinstance(record, dict):
+            return False
+        if number == 1 and self._header(record):
+            return True
+        return record == {"complete": True} or record.get("dropped") is True
 
     def _header(self, record: Any) -> bool:
         """Whether a first line is the header of OUT.part, with the job's settings."""
-        if not isinstance(record, dict) or "ouro_batch_part" not in record:
+        if "ouro_batch_part" not in record:
             return False
         found = _facts(record["settings"])
         if found.model and self.facts.model is None:
