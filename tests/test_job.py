@@ -1,8 +1,11 @@
 """Reading, running and writing a job, with a fake LLM."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import orjson
 import pytest
@@ -365,3 +368,13 @@ def test_statistics_of_nothing_divide_by_nothing():
     counts = JobCounts()
     assert counts.mean_exit_depth is None
     assert counts.per_second("completion_tokens") == 0.0
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_input():
+    """A million short lines through the real reader and writer; in a process of its own."""
+    command = [sys.executable, "-m", "tests.job_throughput", "1000000"]
+    result = subprocess.run(command, capture_output=True, cwd=Path(__file__).parents[1], check=True)
+    measured = orjson.loads(result.stdout)
+    assert measured["lines"] == 1_000_000
+    assert measured["mib_at_most"] - measured["mib_after_a_tenth"] <= 50

@@ -9,6 +9,7 @@ import pytest
 from ouro_batch.jobs.openai import openai_record
 from ouro_batch.jobs.reader import Line
 from ouro_batch.jobs.records import RecordError, parse_record
+from ouro_batch.params import SamplingParams
 from ouro_batch.report.source import Output
 
 from .test_cli_run import lines, names, run, write
@@ -160,7 +161,7 @@ def test_reports_read_them(folder):
 )
 def test_what_cannot_be_done_is_refused_by_name(line, message):
     with pytest.raises(RecordError) as caught:
-        parse_record(Line(3, 4, "in", orjson.dumps(line)), {})
+        parse_record(Line(3, 4, "in", orjson.dumps(line)), SamplingParams())
     assert message in str(caught.value)
     error = {"type": caught.value.type, "message": str(caught.value), "line": 4}
     native = {"id": caught.value.id, "index": 3, "error": error, "openai": caught.value.openai}
@@ -179,7 +180,7 @@ def test_what_cannot_be_done_is_refused_by_name(line, message):
     ],
 )
 def test_what_changes_nothing_is_accepted(body):
-    record = parse_record(Line(0, 1, "in", orjson.dumps(ask("x", **body))), {"max_tokens": 7})
+    record = parse_record(Line(0, 1, "in", orjson.dumps(ask("x", **body))), SamplingParams(7))
     assert record.prompt in ("ab", [97, 98])
     assert record.params.max_tokens == 7  # the command line's, as for every other line
     assert record.metadata is None

@@ -11,7 +11,7 @@ from ouro_batch.jobs.records import (
     parse_record,
     result_record,
 )
-from ouro_batch.params import RequestOutput, Timing, Usage
+from ouro_batch.params import RequestOutput, SamplingParams, Timing, Usage
 
 
 def line(fields, index=3, number=7):
@@ -20,7 +20,7 @@ def line(fields, index=3, number=7):
 
 
 def parse(fields, **defaults):
-    return parse_record(line(fields), defaults)
+    return parse_record(line(fields), SamplingParams(**defaults))
 
 
 def output(**changes):
@@ -192,22 +192,22 @@ def test_error_record():
 def test_a_line_of_text_is_a_prompt():
     text = InputFormat(text=True)
     line = Line(3, 4, "in.txt", '  {"no": json}, é \u2028 '.encode())
-    record = parse_record(line, {"max_tokens": 5}, text)
+    record = parse_record(line, SamplingParams(max_tokens=5), text)
     assert (record.prompt, record.id, record.params.max_tokens) == (line.data.decode(), 3, 5)
     with pytest.raises(RecordError, match="the line is not UTF-8") as error:
-        parse_record(Line(3, 4, "in.txt", b"\xff"), {}, text)
+        parse_record(Line(3, 4, "in.txt", b"\xff"), SamplingParams(), text)
     assert (error.value.type, error.value.id) == ("invalid_text", 3)
 
 
 def test_columns_of_other_peoples_data():
     format = InputFormat(prompt_field="question", id_field="qid")
     row = {"qid": 7, "question": "why?", "answer": "42", "id": "theirs", "max_tokens": 3}
-    record = parse_record(Line(0, 1, "in", orjson.dumps(row)), {}, format)
+    record = parse_record(Line(0, 1, "in", orjson.dumps(row)), SamplingParams(), format)
     assert (record.id, record.prompt, record.params.max_tokens) == (7, "why?", 3)
     assert record.metadata == {"answer": "42", "id": "theirs"}
     row["metadata"] = {"own": 1}
-    record = parse_record(Line(0, 1, "in", orjson.dumps(row)), {}, format)
+    record = parse_record(Line(0, 1, "in", orjson.dumps(row)), SamplingParams(), format)
     assert record.metadata == {"own": 1}
     with pytest.raises(RecordError, match="no column 'question'; there are 'text'") as error:
-        parse_record(Line(0, 1, "in", b'{"qid": 7, "text": "x"}'), {}, format)
+        parse_record(Line(0, 1, "in", b'{"qid": 7, "text": "x"}'), SamplingParams(), format)
     assert error.value.id == 7

@@ -23,7 +23,7 @@ from ouro_batch.jobs.records import (
 )
 from ouro_batch.jobs.statistics import JobCounts
 from ouro_batch.jobs.writer import Writer
-from ouro_batch.params import RequestOutput
+from ouro_batch.params import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from ouro_batch.llm import LLM, EncodedPrompt
@@ -74,7 +74,7 @@ class Job:
         self.answers: dict[int, Answer] = {}
         self._llm = llm
         preparer = Preparer(
-            defaults=defaults or {},
+            defaults=SamplingParams(**(defaults or {})),
             format=format or InputFormat(),
             encode=self._encode,
             done=writer.holds,

@@ -13,6 +13,7 @@ import fcntl
 import os
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -123,9 +124,9 @@ class PartFile:
 
     def lines(self, *, ordered: bool = True) -> Iterator[tuple[int, bytes]]:
         """Index and bytes of every record that counts, by index and sample or as they finished."""
-        places = _Lookup(self._key, self._dropped).places
+        places = _places(self._key, self._dropped)
         if not ordered:
-            places = np.sort(places)
+            places.sort()
         for place in places:
             yield self._key[place] // MAX_SAMPLES, self._record_bytes(place)
 
@@ -220,30 +221,31 @@ class PartFile:
             ) from None
 
 
-class _Lookup:
-    """Finds records by index and sample among the keys that there are now.
+def _places(keys: array[int], dropped: Mapping[int, int]) -> np.ndarray:
+    """Places of the records that count, by index and sample: of those with one key the last."""
+    order = np.argsort(np.frombuffer(keys, dtype=np.uint64), kind="stable")
+    ordered = np.frombuffer(keys, dtype=np.uint64)[order]
+    count = np.ones(len(order), dtype=bool)
+    count[:-1] = ordered[:-1] != ordered[1:]
+    if dropped and len(order):
+        lines = np.array(sorted(dropped), dtype=np.uint64)
+        before = np.array([dropped[int(line)] for line in lines])
+        own = ordered // np.uint64(MAX_SAMPLES)
+        at = np.minimum(np.searchsorted(lines, own), len(lines) - 1)
+        count &= (lines[at] != own) | (order >= before[at])
+    return order[count]
 
-    ``places`` are those of the records that count, ordered by index and sample.
-    """
+
+class _Lookup:
+    """Finds records by index and sample among the keys that there are now."""
 
     def __init__(self, keys: array[int], dropped: Mapping[int, int]):
-        columns = np.array(keys, dtype=np.uint64)
-        order = np.argsort(columns, kind="stable")
-        ordered = columns[order]
-        last = np.ones(len(order), dtype=bool)  # of those with one key
-        last[:-1] = ordered[:-1] != ordered[1:]
-        if dropped and len(order):
-            lines = np.array(sorted(dropped), dtype=np.uint64)
-            counts = np.array([dropped[int(line)] for line in lines])
-            own = ordered // np.uint64(MAX_SAMPLES)
-            at = np.minimum(np.searchsorted(lines, own), len(lines) - 1)
-            last &= (lines[at] != own) | (order >= counts[at])
-        self._keys = ordered[last]
-        self.places = order[last]
+        self.places = _places(keys, dropped)
+        self._keys = array("Q", np.frombuffer(keys, dtype=np.uint64)[self.places].tobytes())
 
     def find(self, index: int, sample: int) -> int | None:
         key = index * MAX_SAMPLES + sample
-        at = int(np.searchsorted(self._keys, np.uint64(key)))
+        at = bisect_left(self._keys, key)
         if at < len(self._keys) and self._keys[at] == key:
             return int(self.places[at])
         return None

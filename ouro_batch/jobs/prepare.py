@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ouro_batch.errors import RequestError
 from ouro_batch.jobs.duplicates import SeenIds
 from ouro_batch.jobs.reader import Line
 from ouro_batch.jobs.records import InputFormat, Record, RecordError, input_hash, parse_record
+from ouro_batch.params import SamplingParams
 
 if TYPE_CHECKING:
     from ouro_batch.intake import EncodedPrompt
@@ -33,7 +34,7 @@ class Preparer:
     """Prepares lines in the order in which they come.
 
     Args:
-        defaults: sampling fields for lines that do not name them.
+        defaults: what lines sample with, but for the fields that they name.
         format: how lines are read.
         encode: tokenizes a record's prompt or messages.
         done: whether the line of an index has a record already.
@@ -43,7 +44,7 @@ class Preparer:
     def __init__(
         self,
         *,
-        defaults: Mapping[str, Any],
+        defaults: SamplingParams,
         format: InputFormat,
         encode: Callable[[Record], EncodedPrompt],
         done: Callable[[int], bool],

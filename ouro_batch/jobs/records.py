@@ -83,10 +83,8 @@ class InputFormat:
     id_field: str | None = None
 
 
-def parse_record(
-    line: Line, defaults: Mapping[str, Any], format: InputFormat | None = None
-) -> Record:
-    """The record in a line; sampling fields it does not name come from ``defaults``.
+def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | None = None) -> Record:
+    """The record in a line; sampling fields that it does not name are those of ``defaults``.
 
     Raises:
         RecordError: the line is not JSON (or UTF-8), or not a record that can be run.
@@ -100,7 +98,7 @@ def parse_record(
         raise RecordError(f"the line is not valid JSON: {error}", "invalid_json") from None
     if not isinstance(fields, dict):
         raise RecordError(f"the line must be a JSON object, got {_kind(fields)}")
-    if LONG_NUMBER.search(line.data) or any(line.data.count(_key(name)) > 1 for name in fields):
+    if _may_lose(line.data, fields):
         _check_lossless(line.data)
     if is_openai_line(fields):
         return _openai_record(line, fields, defaults)
@@ -114,7 +112,7 @@ def parse_record(
         raise RecordError(str(error), error.type, record_id) from None
 
 
-def _openai_record(line: Line, fields: dict[str, Any], defaults: Mapping[str, Any]) -> Record:
+def _openai_record(line: Line, fields: dict[str, Any], defaults: SamplingParams) -> Record:
     record_id = fields.get("custom_id")
     if not isinstance(record_id, str):
         record_id = None
@@ -126,8 +124,14 @@ def _openai_record(line: Line, fields: dict[str, Any], defaults: Mapping[str, An
         raise RecordError(str(error), error.type, record_id, asked(fields, 1)) from None
 
 
-def _key(name: str) -> bytes:
-    return b'"%s"' % name.encode("utf-8", "replace")
+def _may_lose(data: bytes, fields: Mapping[str, Any]) -> bool:
+    """Whether reading a line may have changed it; quick, and never wrong where it says no."""
+    return (
+        data.count(b"{") > 1
+        or LONG_NUMBER.search(data) is not None
+        or b"\\" in data
+        or any(data.count(b'"%s"' % name.encode()) > 1 for name in fields)
+    )
 
 
 def _check_lossless(data: bytes) -> None:
@@ -226,13 +230,12 @@ def error_record(line: Line, error: RecordError, *, name_file: bool) -> dict[str
     return result
 
 
-def _text_record(line: Line, defaults: Mapping[str, Any]) -> Record:
+def _text_record(line: Line, defaults: SamplingParams) -> Record:
     try:
         prompt = line.data.decode()
     except UnicodeDecodeError as error:
         raise RecordError(f"the line is not UTF-8: {error}", "invalid_text", line.index) from None
-    params = SamplingParams(**defaults)
-    return Record(line.index, line.number, line.source, line.index, params, prompt)
+    return Record(line.index, line.number, line.source, line.index, defaults, prompt)
 
 
 def _rename_columns(fields: dict[str, Any], format: InputFormat) -> dict[str, Any]:
@@ -263,9 +266,7 @@ def _rename_columns(fields: dict[str, Any], format: InputFormat) -> dict[str, An
     return own | renamed
 
 
-def _record(
-    line: Line, record_id: Any, fields: dict[str, Any], defaults: Mapping[str, Any]
-) -> Record:
+def _record(line: Line, record_id: Any, fields: dict[str, Any], defaults: SamplingParams) -> Record:
     for name in fields:
         if name not in FIELDS:
             raise RequestError(_unknown_field(name))
@@ -295,7 +296,7 @@ def _record(
         line=line.number,
         source=line.source,
         id=record_id,
-        params=SamplingParams(**{**defaults, **own}),
+        params=replace(defaults, **own) if own else defaults,
         prompt=fields.get("prompt"),
         messages=fields.get("messages"),
         chat_template_kwargs=template,
