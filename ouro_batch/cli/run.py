@@ -11,7 +11,37 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ouro_batch.cli.shared import ENGINE, MEMORY, Attention, Dtype, Schedule, option
+from ouro_batch.cli.shared import (
+    ENGINE,
+    EXIT,
+    FILES,
+    MEMORY,
+    SAMPLING,
+    Attention,
+    BlockSize,
+    Dtype,
+    DtypeOption,
+    Format,
+    GpuMemoryUtilization,
+    IdField,
+    InputFormatOption,
+    Inputs,
+    Loops,
+    MaxBatchedTokens,
+    MaxModelLen,
+    MaxRows,
+    MaxTokens,
+    Model,
+    OnDuplicate,
+    OnDuplicateOption,
+    OnTooLong,
+    PromptField,
+    Revision,
+    Samples,
+    Schedule,
+    TooLong,
+    option,
+)
 from ouro_batch.errors import RequestError
 from ouro_batch.jobs.batch import BatchOptions, ExitStatus, run_batch
 from ouro_batch.jobs.errors import UsageError
@@ -21,26 +51,6 @@ from ouro_batch.params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from ouro_batch.llm import LLM
-
-FILES = "Input and output"
-SAMPLING = "Sampling"
-EXIT = "Early exit"
-
-
-class Format(str, Enum):
-    json = "json"
-    text = "text"
-
-
-class TooLong(str, Enum):
-    error = "error"
-    truncate_left = "truncate-left"
-    truncate_right = "truncate-right"
-
-
-class OnDuplicate(str, Enum):
-    error = "error"
-    keep = "keep"
 
 
 class Resume(str, Enum):
@@ -58,62 +68,12 @@ class _Messages(Console):
 
 
 def run(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="JSON Lines files with a prompt, messages or an OpenAI batch request a line; .gz,"
-            " .zst and .parquet too, or patterns such as 'shards/*.jsonl'; - is standard input.",
-        ),
-    ],
-    model: Annotated[
-        str,
-        option(
-            FILES,
-            "--model",
-            "-m",
-            metavar="MODEL",
-            help="Folder with a checkpoint, or a Hugging Face hub id.",
-        ),
-    ],
-    revision: Annotated[
-        str | None,
-        option(
-            FILES,
-            "--revision",
-            metavar="REVISION",
-            help="Branch, tag or commit of a hub id.",
-            show_default="the pinned commit, or the default branch",
-        ),
-    ] = None,
-    format: Annotated[
-        Format,
-        option(
-            FILES,
-            "--format",
-            help="json: an object a line; text: a line is a prompt.",
-        ),
-    ] = Format.json,
-    prompt_field: Annotated[
-        str | None,
-        option(
-            FILES,
-            "--prompt-field",
-            metavar="NAME",
-            help="Field that holds the prompt; unknown fields then go into metadata.",
-            show_default="prompt",
-        ),
-    ] = None,
-    id_field: Annotated[
-        str | None,
-        option(
-            FILES,
-            "--id-field",
-            metavar="NAME",
-            help="Field that holds the id; unknown fields then go into metadata.",
-            show_default="id",
-        ),
-    ] = None,
+    inputs: Inputs,
+    model: Model,
+    revision: Revision = None,
+    format: InputFormatOption = Format.json,
+    prompt_field: PromptField = None,
+    id_field: IdField = None,
     output: Annotated[
         str,
         option(
@@ -155,24 +115,8 @@ def run(
             " give the options and input of that job.",
         ),
     ] = False,
-    on_duplicate: Annotated[
-        OnDuplicate,
-        option(
-            FILES,
-            "--on-duplicate",
-            help="What becomes of a line whose id an earlier line has given: an error record, or it"
-            " is run like any other.",
-        ),
-    ] = OnDuplicate.error,
-    on_too_long: Annotated[
-        TooLong,
-        option(
-            FILES,
-            "--on-too-long",
-            help="What becomes of a prompt that does not fit beside --max-tokens: an error record,"
-            " or it loses its first (left) or last (right) tokens.",
-        ),
-    ] = TooLong.error,
+    on_duplicate: OnDuplicateOption = OnDuplicate.error,
+    on_too_long: OnTooLong = TooLong.error,
     max_errors: Annotated[
         int | None,
         option(
@@ -214,12 +158,7 @@ def run(
     quiet: Annotated[
         bool, option(FILES, "--quiet", "-q", help="No progress and no summary, only errors.")
     ] = False,
-    max_tokens: Annotated[
-        int,
-        option(
-            SAMPLING, "--max-tokens", metavar="N", help="Tokens to generate at most, per record."
-        ),
-    ] = SamplingParams.max_tokens,
+    max_tokens: MaxTokens = SamplingParams.max_tokens,
     temperature: Annotated[
         float,
         option(
@@ -245,15 +184,7 @@ def run(
             help="Sample from this many of the likeliest tokens; 0: all.",
         ),
     ] = SamplingParams.top_k,
-    n: Annotated[
-        int,
-        option(
-            SAMPLING,
-            "--n",
-            metavar="N",
-            help="Samples of each prompt, each a record with a seed of its own, 1,024 at most.",
-        ),
-    ] = SamplingParams.n,
+    n: Samples = SamplingParams.n,
     logprobs: Annotated[
         int | None,
         option(
@@ -325,17 +256,7 @@ def run(
             show_default="all of the model's",
         ),
     ] = None,
-    loops: Annotated[
-        int | None,
-        option(
-            EXIT,
-            "--loops",
-            metavar="N",
-            min=1,
-            help="Loops of the whole model, for prompts and answers alike.",
-            show_default="the checkpoint's",
-        ),
-    ] = None,
+    loops: Loops = None,
     schedule: Annotated[
         Schedule,
         option(
@@ -357,48 +278,10 @@ def run(
             help="auto (a GPU if there is one), cpu, cuda, cuda:1.",
         ),
     ] = "auto",
-    dtype: Annotated[
-        Dtype,
-        option(
-            ENGINE,
-            "--dtype",
-            help="Type of weights, activations and cache; auto: float32 on a CPU, the"
-            " checkpoint's on a GPU.",
-        ),
-    ] = Dtype.auto,
-    max_rows: Annotated[
-        int | None,
-        option(
-            ENGINE,
-            "--max-rows",
-            metavar="N",
-            min=1,
-            help="Requests that run at once.",
-            show_default="256 on a GPU, 64 on a CPU",
-        ),
-    ] = None,
-    max_batched_tokens: Annotated[
-        int | None,
-        option(
-            ENGINE,
-            "--max-batched-tokens",
-            metavar="N",
-            min=1,
-            help="Tokens of one step, prefill and decode together.",
-            show_default="--max-rows and 8,192 on a GPU, 1,024 on a CPU",
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None,
-        option(
-            ENGINE,
-            "--max-model-len",
-            metavar="N",
-            min=1,
-            help="Tokens of prompt and answer together.",
-            show_default="the model's positions",
-        ),
-    ] = None,
+    dtype: DtypeOption = Dtype.auto,
+    max_rows: MaxRows = None,
+    max_batched_tokens: MaxBatchedTokens = None,
+    max_model_len: MaxModelLen = None,
     batch_invariant: Annotated[
         bool,
         option(
@@ -407,9 +290,7 @@ def run(
             help="Results independent, bit for bit, of what shares the batch (not built yet).",
         ),
     ] = False,
-    block_size: Annotated[
-        int, option(MEMORY, "--block-size", metavar="N", min=1, help="Slots of a cache block.")
-    ] = 16,
+    block_size: BlockSize = 16,
     kv_tokens: Annotated[
         int | None,
         option(
@@ -431,15 +312,7 @@ def run(
             show_default="what --gpu-memory-utilization leaves; on a CPU a quarter of what is free",
         ),
     ] = None,
-    gpu_memory_utilization: Annotated[
-        float,
-        option(
-            MEMORY,
-            "--gpu-memory-utilization",
-            metavar="SHARE",
-            help="Share of the GPU's memory for weights and cache, above 0 and at most 1.",
-        ),
-    ] = 0.9,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
 ) -> None:
     """Run prompts through a looped model: one JSON record in, one out.
 

@@ -1,14 +1,33 @@
-"""What the options of several commands share: panels, choices, and how one is declared."""
+"""What several commands share: panels of their help, choices, and whole options."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+FILES = "Input and output"
+SAMPLING = "Sampling"
+EXIT = "Early exit"
 ENGINE = "Engine"
 MEMORY = "Memory"
+
+
+class Format(str, Enum):
+    json = "json"
+    text = "text"
+
+
+class TooLong(str, Enum):
+    error = "error"
+    truncate_left = "truncate-left"
+    truncate_right = "truncate-right"
+
+
+class OnDuplicate(str, Enum):
+    error = "error"
+    keep = "keep"
 
 
 class Schedule(str, Enum):
@@ -33,3 +52,173 @@ class Dtype(str, Enum):
 def option(panel: str, *names: str, **settings: Any) -> Any:
     """An option in a panel of the command's help."""
     return typer.Option(*names, rich_help_panel=panel, **settings)
+
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT...",
+        help="JSON Lines files with a prompt, messages or an OpenAI batch request a line; .gz,"
+        " .zst and .parquet too, or patterns such as 'shards/*.jsonl'; - is standard input.",
+    ),
+]
+
+Model = Annotated[
+    str,
+    option(
+        FILES,
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="Folder with a checkpoint, or a Hugging Face hub id.",
+    ),
+]
+
+Revision = Annotated[
+    str | None,
+    option(
+        FILES,
+        "--revision",
+        metavar="REVISION",
+        help="Branch, tag or commit of a hub id.",
+        show_default="the pinned commit, or the default branch",
+    ),
+]
+
+InputFormatOption = Annotated[
+    Format,
+    option(
+        FILES,
+        "--format",
+        help="json: an object a line; text: a line is a prompt.",
+    ),
+]
+
+PromptField = Annotated[
+    str | None,
+    option(
+        FILES,
+        "--prompt-field",
+        metavar="NAME",
+        help="Field that holds the prompt; unknown fields then go into metadata.",
+        show_default="prompt",
+    ),
+]
+
+IdField = Annotated[
+    str | None,
+    option(
+        FILES,
+        "--id-field",
+        metavar="NAME",
+        help="Field that holds the id; unknown fields then go into metadata.",
+        show_default="id",
+    ),
+]
+
+OnDuplicateOption = Annotated[
+    OnDuplicate,
+    option(
+        FILES,
+        "--on-duplicate",
+        help="What becomes of a line whose id an earlier line has given: an error record, or it"
+        " is run like any other.",
+    ),
+]
+
+OnTooLong = Annotated[
+    TooLong,
+    option(
+        FILES,
+        "--on-too-long",
+        help="What becomes of a prompt that does not fit beside --max-tokens: an error record,"
+        " or it loses its first (left) or last (right) tokens.",
+    ),
+]
+
+MaxTokens = Annotated[
+    int,
+    option(SAMPLING, "--max-tokens", metavar="N", help="Tokens to generate at most, per record."),
+]
+
+Samples = Annotated[
+    int,
+    option(
+        SAMPLING,
+        "--n",
+        metavar="N",
+        help="Samples of each prompt, each a record with a seed of its own, 1,024 at most.",
+    ),
+]
+
+Loops = Annotated[
+    int | None,
+    option(
+        EXIT,
+        "--loops",
+        metavar="N",
+        min=1,
+        help="Loops of the whole model, for prompts and answers alike.",
+        show_default="the checkpoint's",
+    ),
+]
+
+DtypeOption = Annotated[
+    Dtype,
+    option(
+        ENGINE,
+        "--dtype",
+        help="Type of weights, activations and cache; auto: float32 on a CPU, the"
+        " checkpoint's on a GPU.",
+    ),
+]
+
+MaxRows = Annotated[
+    int | None,
+    option(
+        ENGINE,
+        "--max-rows",
+        metavar="N",
+        min=1,
+        help="Requests that run at once.",
+        show_default="256 on a GPU, 64 on a CPU",
+    ),
+]
+
+MaxBatchedTokens = Annotated[
+    int | None,
+    option(
+        ENGINE,
+        "--max-batched-tokens",
+        metavar="N",
+        min=1,
+        help="Tokens of one step, prefill and decode together.",
+        show_default="--max-rows and 8,192 on a GPU, 1,024 on a CPU",
+    ),
+]
+
+MaxModelLen = Annotated[
+    int | None,
+    option(
+        ENGINE,
+        "--max-model-len",
+        metavar="N",
+        min=1,
+        help="Tokens of prompt and answer together.",
+        show_default="the model's positions",
+    ),
+]
+
+BlockSize = Annotated[
+    int, option(MEMORY, "--block-size", metavar="N", min=1, help="Slots of a cache block.")
+]
+
+GpuMemoryUtilization = Annotated[
+    float,
+    option(
+        MEMORY,
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="Share of the GPU's memory for weights and cache, above 0 and at most 1.",
+    ),
+]
