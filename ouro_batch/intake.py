@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ouro_batch.engine.kv import BlockManager
+from ouro_batch.engine.kv import CacheShape
 from ouro_batch.engine.request import Request
 from ouro_batch.engine.text import OutputText
 from ouro_batch.errors import ModelError, RequestError
@@ -89,7 +89,7 @@ class Intake:
         config: ModelConfig,
         text: TextSide,
         *,
-        blocks: BlockManager,
+        blocks: CacheShape,
         max_model_len: int,
         seed: int,
     ):

@@ -92,10 +92,10 @@ def _free_bytes(device: torch.device, gpu_memory_utilization: float) -> float:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return free - (1 - gpu_memory_utilization) * total - GRAPH_BYTES
-    return _available_memory() / 4
+    return available_memory() / 4
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Free bytes of main memory, reclaimable caches included where the system tells."""
     try:
         with open("/proc/meminfo") as lines:

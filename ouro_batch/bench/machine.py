@@ -30,7 +30,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         }
     return {
         "gpu": gpu,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -76,7 +76,8 @@ def process_age_s() -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's model name, as far as the system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

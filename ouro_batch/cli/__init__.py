@@ -11,8 +11,12 @@ import typer
 
 from ouro_batch import __version__
 from ouro_batch.cli.bench import bench
+from ouro_batch.cli.check import check
+from ouro_batch.cli.fetch import fetch
+from ouro_batch.cli.info import info
 from ouro_batch.cli.report import report
 from ouro_batch.cli.run import run
+from ouro_batch.cli.settings import PREFIX
 from ouro_batch.jobs.batch import ExitStatus
 
 app = typer.Typer(
@@ -21,10 +25,13 @@ app = typer.Typer(
     " makes room at once.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": PREFIX},
 )
 app.command()(run)
+app.command()(check)
 app.command()(report)
+app.command()(fetch)
+app.command()(info)
 app.command()(bench)
 
 

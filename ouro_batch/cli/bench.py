@@ -16,7 +16,7 @@ from ouro_batch.bench.workload import (
     parse_trace,
     parse_workloads,
 )
-from ouro_batch.cli.shared import ENGINE, MEMORY, Attention, Dtype, Schedule, option
+from ouro_batch.cli.shared import ENGINE, MEMORY, Attention, Config, Dtype, Schedule, option
 from ouro_batch.errors import EngineError, ModelError, RequestError
 
 STDOUT = "-"
@@ -256,6 +256,7 @@ def bench(
             help="Share of the GPU's memory for weights and cache, above 0 and at most 1.",
         ),
     ] = 0.9,
+    config: Config = None,
 ) -> None:
     """Measure speed: workloads in, tokens per second and their share of the machine's floor out.
 

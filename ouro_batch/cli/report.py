@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ouro_batch.cli.shared import Config
 from ouro_batch.errors import ModelError
 from ouro_batch.jobs.batch import ExitStatus
 from ouro_batch.jobs.errors import FileError, UsageError
@@ -34,6 +35,7 @@ def report(
         typer.Option(
             "--html",
             metavar="FILE",
+            show_envvar=False,
             help="File for the report as one self-contained page; an earlier report is replaced.",
             show_default="no page",
         ),
@@ -58,6 +60,7 @@ def report(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the numbers as JSON instead of the report.")
     ] = False,
+    config: Config = None,
 ) -> None:
     """Show what came back: exit depths, speed, lengths, errors, and answers token by token.
 

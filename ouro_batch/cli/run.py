@@ -19,6 +19,7 @@ from ouro_batch.cli.shared import (
     SAMPLING,
     Attention,
     BlockSize,
+    Config,
     Dtype,
     DtypeOption,
     Format,
@@ -313,6 +314,7 @@ def run(
         ),
     ] = None,
     gpu_memory_utilization: GpuMemoryUtilization = 0.9,
+    config: Config = None,
 ) -> None:
     """Run prompts through a looped model: one JSON record in, one out.
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ouro_batch.cli.settings import load
+
 FILES = "Input and output"
 SAMPLING = "Sampling"
 EXIT = "Early exit"
@@ -51,7 +53,7 @@ class Dtype(str, Enum):
 
 def option(panel: str, *names: str, **settings: Any) -> Any:
     """An option in a panel of the command's help."""
-    return typer.Option(*names, rich_help_panel=panel, **settings)
+    return typer.Option(*names, rich_help_panel=panel, show_envvar=False, **settings)
 
 
 Inputs = Annotated[
@@ -220,5 +222,20 @@ GpuMemoryUtilization = Annotated[
         "--gpu-memory-utilization",
         metavar="SHARE",
         help="Share of the GPU's memory for weights and cache, above 0 and at most 1.",
+    ),
+]
+
+Config = Annotated[
+    str | None,
+    option(
+        FILES,
+        "--config",
+        metavar="FILE",
+        callback=load,
+        is_eager=True,
+        expose_value=False,
+        help="TOML file with a table for each command; what it says counts less than variables"
+        " OURO_BATCH_COMMAND_OPTION, and those less than the command line.",
+        show_default="none",
     ),
 ]

@@ -20,23 +20,33 @@ class RequestBlocks:
         return [block for plane in self.prompt for block in plane] + self.decode
 
 
-class BlockManager:
-    """A pool of ``blocks`` blocks of ``block_size`` slots, for a model of ``loops`` loops."""
+class CacheShape:
+    """A cache of ``blocks`` blocks of ``block_size`` slots, for a model of ``loops`` loops."""
 
     def __init__(self, blocks: int, block_size: int, loops: int):
         self.blocks = blocks
         self.block_size = block_size
         self.loops = loops
+
+    def needed(self, prompt_tokens: int, decode_slots: int) -> int:
+        """Blocks of a request's worst case."""
+        return self.loops * self._ceil(prompt_tokens) + self._ceil(decode_slots)
+
+    def _ceil(self, slots: int) -> int:
+        return -(-slots // self.block_size)
+
+
+class BlockManager(CacheShape):
+    """A pool of a cache's blocks."""
+
+    def __init__(self, blocks: int, block_size: int, loops: int):
+        super().__init__(blocks, block_size, loops)
         self._free = list(range(blocks - 1, -1, -1))
         self._owned = [False] * blocks
 
     @property
     def in_use(self) -> int:
         return self.blocks - len(self._free)
-
-    def needed(self, prompt_tokens: int, decode_slots: int) -> int:
-        """Blocks of a request's worst case."""
-        return self.loops * self._ceil(prompt_tokens) + self._ceil(decode_slots)
 
     def can_allocate(self, prompt_tokens: int, decode_slots: int) -> bool:
         return self.needed(prompt_tokens, decode_slots) <= len(self._free)
@@ -58,9 +68,6 @@ class BlockManager:
         """Give back everything."""
         self._give(owned.all())
         owned.prompt, owned.decode = [], []
-
-    def _ceil(self, slots: int) -> int:
-        return -(-slots // self.block_size)
 
     def _take(self, count: int) -> list[int]:
         taken = [self._free.pop() for _ in range(count)]

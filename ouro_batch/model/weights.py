@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,20 +75,38 @@ def load_weights(
         ModelError: no safetensors file, a torn or missing file, or a tensor that is missing,
             unexpected, misshapen, given twice, or not floating point.
     """
-    paths = _weight_files(folder)
-    expected = _places(empty_weights(config, torch.device("meta"), dtype), config)
     with ExitStack() as stack:
-        files = {path: stack.enter_context(_open(path)) for path in paths}
-        sources = _find_tensors(files)
-        if config.tie_word_embeddings:
-            sources.pop("lm_head.weight", None)
-        _check_names(folder, sources, expected)
-        for name, path in sources.items():
-            _check_tensor(path, files[path], name, tuple(expected[name].shape))
+        files, sources = _open_checked(folder, config, stack)
         weights = empty_weights(config, device, dtype)
         for name, place in _places(weights, config).items():
             place.copy_(_read(sources[name], files[sources[name]], name))
     return weights
+
+
+def check_weights(folder: Path, config: ModelConfig) -> list[Path]:
+    """Check the files of weights without reading the weights; returns the files.
+
+    Raises:
+        ModelError: as ``load_weights``.
+    """
+    with ExitStack() as stack:
+        files, _ = _open_checked(folder, config, stack)
+        return list(files)
+
+
+def _open_checked(
+    folder: Path, config: ModelConfig, stack: ExitStack
+) -> tuple[dict[Path, Any], dict[str, Path]]:
+    """The open files by path, and the file of each tensor, all of which are there and fit."""
+    expected = _places(empty_weights(config, torch.device("meta"), torch.float32), config)
+    files = {path: stack.enter_context(_open(path)) for path in _weight_files(folder)}
+    sources = _find_tensors(files)
+    if config.tie_word_embeddings:
+        sources.pop("lm_head.weight", None)
+    _check_names(folder, sources, expected)
+    for name, path in sources.items():
+        _check_tensor(path, files[path], name, tuple(expected[name].shape))
+    return files, sources
 
 
 def empty_weights(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelWeights:
