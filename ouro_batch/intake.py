@@ -166,7 +166,7 @@ class Intake:
             params=params,
             seed=seed,
             loops=self.config.loops,
-            exit_threshold=self._exit_threshold(params),
+            exit_threshold=self.exit_threshold(params),
             stop_ids=self._stop_ids(params, chat=prompt.chat),
             arrived=time.perf_counter(),
             text=tokenizer and OutputText(tokenizer.detokenizer(), params.stop),
@@ -260,7 +260,8 @@ class Intake:
                 "too_long",
             )
 
-    def _exit_threshold(self, params: SamplingParams) -> float:
+    def exit_threshold(self, params: SamplingParams) -> float:
+        """The threshold of a request, infinite at fixed depth."""
         threshold = params.exit_threshold
         if threshold is None:
             threshold = self.config.exit_threshold

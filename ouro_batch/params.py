@@ -213,3 +213,19 @@ class RequestOutput:
         """Mean depth of the decode runs, None where there was none (a single output token)."""
         decoded = self.exit_depths[1:]
         return sum(decoded) / len(decoded) if decoded else None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model makes of a given completion.
+
+    ``logprobs[i]`` is the log-probability of completion token i, ``exit_depths[i]`` the depth of
+    the run that gives it (entry 0 is prefill's), ``best[i]`` the likeliest token there and
+    ``margins[i]`` how far its logit is above the next one's.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    exit_depths: list[int]
+    best: list[int]
+    margins: list[float]

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ouro_batch import LLM, RequestOutput, SamplingParams
+from ouro_batch.validate.oracle import SerialOracle
 
-from .serial_oracle import SerialOracle
 from .tiny import CONFIG, write_checkpoint
 
 LOOPS = CONFIG["total_ut_steps"]

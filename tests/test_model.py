@@ -8,8 +8,8 @@ import torch
 from ouro_batch import LLM, SamplingParams
 from ouro_batch.model.ouro import Ouro, rms_norm
 from ouro_batch.model.source import CheckpointSource
+from ouro_batch.validate.oracle import SerialOracle
 
-from .serial_oracle import SerialOracle
 from .tiny import write_checkpoint
 
 PARAMS = SamplingParams(12, exit_threshold=0.6, ignore_eos=True)

@@ -168,7 +168,7 @@ def slow_panel(run: RunReport) -> str:
         return card(run, '<p class="soft">The records hold no times.</p>')
     latency = run.numbers["latency_s"]
     rows = "".join(
-        f'<tr><td class="name">{escape(text.one_line(slow["id"], 60))}</td>'
+        f'<tr><td class="name">{escape(text.request_name(slow["id"], slow["sample"], 60))}</td>'
         f"<td><b>{text.seconds(slow['total_s'])}</b></td>"
         f'<td class="bars">{_split(slow, slowest[0])}</td>'
         + "".join(f"<td>{text.seconds(slow[n])}</td>" for n in ("queue_s", "prefill_s", "decode_s"))

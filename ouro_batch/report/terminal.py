@@ -245,12 +245,12 @@ def _errors(errors: list[dict[str, Any]]) -> Table:
 
 def _slowest(slowest: list[dict[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=32)
     for name in ("total", "queue", "prefill", "decode", "tokens", "depth"):
         table.add_column(name, justify="right", no_wrap=True)
     for slow in slowest:
         table.add_row(
-            Text(text.one_line(slow["id"], 40)),
+            Text(text.request_name(slow["id"], slow["sample"], 40)),
             Text(text.seconds(slow["total_s"]), "bold"),
             *(text.seconds(slow[name]) for name in ("queue_s", "prefill_s", "decode_s")),
             f"{slow['tokens']:,}",

@@ -73,3 +73,9 @@ def seconds(value: float | None) -> str:
 
 def _hidden(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def request_name(id: Any, sample: int, width: int) -> str:
+    """An id on one line of at most ``width`` characters, with the number of a further sample."""
+    name = one_line(id, width)
+    return f"{name}, sample {sample}" if sample else name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -77,11 +78,23 @@ class StepResult:
     rows_run: int
 
 
+class Trace(Protocol):
+    """Shown what a loop gave, token by token, while a runner's ``trace`` is set."""
+
+    def __call__(self, rows: Tensor, positions: Tensor, planes: Tensor, hidden: Tensor) -> None:
+        """Integers [T]: whose token, where in its request, after which loop (from 0); [T, hidden].
+
+        What it is given is overwritten by the next loop.
+        """
+
+
 class Runner(ABC):
     """Executes plans in order; a step's results can be collected once it was launched.
 
     The engine keeps one step in flight: it launches step t + 1 before it collects step t.
     """
+
+    trace: Trace | None = None  # for checks; the runner may be slower while it is set
 
     @abstractmethod
     def allocate_cache(self, blocks: int) -> None:

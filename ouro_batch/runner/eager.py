@@ -108,6 +108,8 @@ class EagerRunner(Runner):
             return out
 
         hidden = model.loop(hidden, model.rope(positions), attend)
+        if self.trace is not None:
+            self.trace(rows, positions, planes, hidden)
         survival = torch.where(fresh, 1.0, state.survival[rows])
         survival = survival * torch.sigmoid(-model.gate(hidden))
         exits = self._exits(rows, planes + 1, survival)
@@ -156,6 +158,8 @@ class EagerRunner(Runner):
                 return out
 
             hidden = model.loop(hidden, rope, attend)
+            if self.trace is not None:
+                self.trace(rows, positions, torch.full_like(rows, plane), hidden)
 
         last = torch.tensor([c.last for c in chunks], device=device)
         if last.any():

@@ -250,6 +250,8 @@ class TritonRunner(Runner):
         if plan.decode_rows:
             bucket = next(size for size in self._buckets if size >= plan.decode_rows)
             self._decode_graphs.run(bucket, plan.logprobs)
+            if self.trace is not None:
+                self._trace_decode()
         else:
             self._table[0].fill_(-1)
             self._count.zero_()
@@ -393,7 +395,7 @@ class TritonRunner(Runner):
         """Run prompt tokens of several rows through all loops, packed."""
         segments = [PrefillSegment(c.row, c.start, len(c.tokens)) for c in chunks]
         size, tiles = self._prompts.fill(chunks, self.attention.tiles(segments))
-        if size <= MAX_PADDED:
+        if size <= MAX_PADDED and self.trace is None:
             self._prefill_graphs.run(size, tiles)
         else:
             self._prefill_loops(size, tiles)
@@ -431,6 +433,16 @@ class TritonRunner(Runner):
                 )
 
             self._loop(space, attend)
+            if self.trace is not None:
+                real = prompts.positions >= 0
+                rows = prompts.rows[real]
+                places = torch.full_like(rows, plane)
+                self.trace(rows, prompts.positions[real], places, space.normed[real])
+
+    def _trace_decode(self) -> None:
+        count = int(self._count)
+        entries, hidden = self._entries.first(count), self._decode_space.normed[:count]
+        self.trace(entries.rows, entries.positions, entries.planes, hidden)
 
     def _rope_store(self, space: Activations, layer: int, slots: Tensor, positions: Tensor) -> None:
         """``slots``, ``positions`` int32 [T]: where keys and values go, and each token's place."""

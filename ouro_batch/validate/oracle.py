@@ -6,20 +6,21 @@ weights; a token that exits early has its keys and values copied into the planes
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from ouro_batch.params import SamplingParams
 from ouro_batch.runner.sampling import gumbel_noise
+from ouro_batch.validate.dense import read_config, read_tensors
 
 
 @dataclass
 class OracleOutput:
+    """A generation, and the whole cache after it; G key/value heads, N layers, L loops."""
+
     tokens: list[int]
     depths: list[int]
     margins: list[float]  # for each token: how close the nearest decision was to falling otherwise
@@ -36,8 +37,7 @@ class SerialOracle:
 
     @classmethod
     def from_folder(cls, folder: Path) -> SerialOracle:
-        config = json.loads((folder / "config.json").read_text())
-        return cls(config, load_file(folder / "model.safetensors"))
+        return cls(read_config(folder), read_tensors(folder))
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         rms = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
@@ -46,7 +46,9 @@ class SerialOracle:
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
         frequency = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
-        angle = (positions.double()[:, None] * frequency)[:, None, :]
+        scaling = self.config.get("rope_scaling") or {}
+        places = positions.double() / scaling.get("factor", 1.0)
+        angle = (places[:, None] * frequency)[:, None, :]
         a, b = x[..., :half], x[..., half:]
         return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 

@@ -1,0 +1,1 @@
+"""What ``ouro-batch validate`` checks, and the independent arithmetic that it checks against."""

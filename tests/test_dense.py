@@ -1,0 +1,52 @@
+"""The dense reference that ``validate`` checks against, itself checked against the golden data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ouro_batch.validate.dense import DenseModel
+
+from .conftest import ORACLE, ORACLE_NAMES, load_oracle
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ORACLE_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_released_codes_states(name, dtype):
+    """Golden data are FP32, so FP64 is as near to them as FP32 is."""
+    tensors = load_oracle(name).tensors
+    states = DenseModel.from_folder(ORACLE / name, dtype, CPU).run(tensors["dense_ids"].tolist())
+    for loop, state in enumerate(states):
+        for ours, golden in (
+            (state.hidden, "dense_hidden"),
+            (state.gate, "dense_gate_logits"),
+            (state.logits, "dense_logits"),
+        ):
+            torch.testing.assert_close(ours.float(), tensors[golden][loop], rtol=0, atol=1e-4)
+
+
+def test_the_released_codes_errors_in_bf16():
+    """Every operation rounds where the released code's does: the same errors, loop by loop."""
+    folder = ORACLE / "bf16-192"
+    tokens = load_oracle("bf16-192").tensors["dense_ids"].tolist()
+    exact = DenseModel.from_folder(folder, torch.float32, CPU).run(tokens)
+    rounded = DenseModel.from_folder(folder, torch.bfloat16, CPU, rounded_frequencies=True).run(
+        tokens
+    )
+    golden = json.loads((folder / "bf16_error.json").read_text())
+    for ours, reference, expected in zip(rounded, exact, golden, strict=True):
+        logits = ours.logits.float() - reference.logits
+        hidden = ours.hidden.float() - reference.hidden
+        gate = ours.gate.float() - reference.gate
+        # Matrix products add in another order on another processor: some roundings fall otherwise.
+        assert float(logits.square().mean().sqrt()) == pytest.approx(
+            expected["logit_rms"], rel=0.03
+        )
+        assert float(hidden.square().mean().sqrt()) == pytest.approx(
+            expected["hidden_rms"], rel=0.03
+        )
+        assert float(gate.abs().max()) == pytest.approx(expected["gate_max_abs"], rel=0.2)
