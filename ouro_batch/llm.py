@@ -278,7 +278,8 @@ class LLM:
             RequestError: lengths do not agree, or a text cannot be run.
         """
         engine = self._running_engine()
-        if len(prompts) != len(completions) or len(exit_depths or prompts) != len(prompts):
+        given = prompts if exit_depths is None else exit_depths
+        if not len(prompts) == len(completions) == len(given):
             raise RequestError("prompts, completions and exit_depths must be equally many")
         params = params or SamplingParams()
         scores = []

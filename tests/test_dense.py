@@ -39,14 +39,15 @@ def test_the_released_codes_errors_in_bf16():
     )
     golden = json.loads((folder / "bf16_error.json").read_text())
     for ours, reference, expected in zip(rounded, exact, golden, strict=True):
-        logits = ours.logits.float() - reference.logits
-        hidden = ours.hidden.float() - reference.hidden
-        gate = ours.gate.float() - reference.gate
-        # Matrix products add in another order on another processor: some roundings fall otherwise.
-        assert float(logits.square().mean().sqrt()) == pytest.approx(
-            expected["logit_rms"], rel=0.03
-        )
-        assert float(hidden.square().mean().sqrt()) == pytest.approx(
-            expected["hidden_rms"], rel=0.03
-        )
-        assert float(gate.abs().max()) == pytest.approx(expected["gate_max_abs"], rel=0.2)
+        logits = rms(ours.logits.float() - reference.logits)
+        hidden = rms(ours.hidden.float() - reference.hidden)
+        gate = float((ours.gate.float() - reference.gate).abs().max())
+        # On another processor products add in another order, and some roundings fall otherwise:
+        # little for a mean of many values, much for the largest of a few.
+        assert logits == pytest.approx(expected["logit_rms"], rel=0.03)
+        assert hidden == pytest.approx(expected["hidden_rms"], rel=0.03)
+        assert expected["gate_max_abs"] / 2 < gate < expected["gate_max_abs"] * 2
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.square().mean().sqrt())

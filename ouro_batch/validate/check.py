@@ -1,0 +1,130 @@
+"""What a check is given, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ouro_batch.llm import LLM
+from ouro_batch.model.config import ModelConfig
+from ouro_batch.params import RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt whose right answer is known."""
+
+    prompt: str | list[dict[str, Any]]  # text, or messages
+    answer: str
+    max_tokens: int
+
+
+@dataclass
+class Result:
+    """A check's verdict: ``passed`` None where it could not run, and ``note`` says why."""
+
+    name: str
+    title: str
+    passed: bool | None
+    numbers: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the checks share.
+
+    Args:
+        model: folder or hub id that LLMs are made of; ``folder`` is where its files are.
+        device: that everything runs on.
+        full: whether the full level was asked for.
+        prompts: token ids.
+        questions: for the quality check; empty where there are none.
+    """
+
+    model: str
+    folder: Path
+    config: ModelConfig
+    device: torch.device
+    full: bool
+    prompts: list[list[int]]
+    questions: list[Question]
+
+    @property
+    def attentions(self) -> list[str]:
+        """Attention implementations that run here."""
+        return ["triton", "torch"] if self.device.type == "cuda" else ["torch"]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that the checks make."""
+        return max(len(prompt) for prompt in self.prompts) + 64
+
+    @contextmanager
+    def engine(self, **options: Any) -> Iterator[LLM]:
+        """An LLM with a small cache, FP32 where nothing else is asked for."""
+        chosen = {
+            "device": str(self.device),
+            "dtype": "float32",
+            "max_rows": 8,
+            "max_model_len": min(self.longest, self.config.max_position_embeddings),
+        } | options
+        chosen.setdefault("kv_tokens", 8 * chosen["max_model_len"])
+        with LLM(self.model, **chosen) as llm:
+            yield llm
+
+
+class LoopTrace:
+    """Collects what each loop gives for every token that the engine runs.
+
+    ``states[index]`` is FP32 [L, positions, hidden] of the request with that index, NaN where
+    nothing ran.
+    """
+
+    def __init__(self, llm: LLM, lengths: list[int]):
+        config = llm.config
+        self._scheduler = llm.engine.scheduler
+        self.states = [
+            torch.full((config.loops, n, config.hidden_size), float("nan"), device=llm.device)
+            for n in lengths
+        ]
+        llm.engine.runner.trace = self
+
+    def __call__(self, rows: Tensor, positions: Tensor, planes: Tensor, hidden: Tensor) -> None:
+        owners = {row: request.index for row, request in self._scheduler.running.items()}
+        for row in set(rows.tolist()):
+            mine = rows == row
+            state = self.states[owners[row]]
+            inside = positions[mine] < state.shape[1]
+            where = planes[mine][inside].long(), positions[mine][inside].long()
+            state[where] = hidden[mine][inside].float()
+
+
+def traced(
+    llm: LLM, prompts: list[list[int]], tokens: int
+) -> tuple[list[RequestOutput], list[Tensor]]:
+    """Greedy full-depth generations of ``tokens`` tokens, and every token's state in every loop."""
+    params = SamplingParams(max_tokens=tokens, exit_threshold=1.0, ignore_eos=True)
+    trace = LoopTrace(llm, [len(prompt) + tokens - 1 for prompt in prompts])
+    try:
+        outputs = llm.generate(prompts, params)
+    finally:
+        llm.engine.runner.trace = None
+    return outputs, trace.states
+
+
+def distance(ours: Tensor, theirs: Tensor) -> dict[str, float]:
+    """Largest and RMS difference, and the largest value of the reference."""
+    difference = ours.double() - theirs.double()
+    return {
+        "max": float(difference.abs().max()),
+        "rms": float(difference.square().mean().sqrt()),
+        "scale": float(theirs.abs().max()),
+    }

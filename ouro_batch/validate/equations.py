@@ -1,0 +1,75 @@
+"""Check 1: every loop's hidden states, gate logits and logits, against the dense reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ouro_batch.validate.check import Context, Result, distance, traced
+from ouro_batch.validate.dense import DenseModel, LoopStates
+
+TOLERANCE = 1e-4  # of the largest value
+FP64_BYTES = 4 * 2**30  # weights up to which the reference is FP64
+TOKENS = 8
+
+
+def check(context: Context) -> Result:
+    """FP32 in prefill and decode, prompts together in one batch."""
+    weights = sum(path.stat().st_size for path in context.folder.glob("*.safetensors"))
+    exact = torch.float64 if weights <= FP64_BYTES else torch.float32
+    reference = DenseModel.from_folder(context.folder, exact, context.device)
+    prompts = context.prompts
+    numbers: dict[str, Any] = {"reference": str(exact).removeprefix("torch."), "loops": {}}
+    passed = True
+    for attention in context.attentions:
+        with context.engine(attention=attention, max_rows=len(prompts)) as llm:
+            outputs, states = traced(llm, prompts, TOKENS)
+            model = llm.engine.runner.model
+            texts = [
+                [*prompt, *output.token_ids[:-1]]
+                for prompt, output in zip(prompts, outputs, strict=True)
+            ]
+            wanted = [reference.run(text) for text in texts]
+            rows = []
+            for loop in range(context.config.loops):
+                hidden = torch.cat([state[loop] for state in states])
+                with torch.inference_mode():
+                    gate, logits = model.gate(hidden), model.logits(hidden)
+                    row = _compare(hidden, gate, logits, [w[loop] for w in wanted])
+                rows.append({"loop": loop + 1} | row)
+                passed &= _fine(row)
+        numbers["loops"][attention] = rows
+    numbers["tokens"] = sum(map(len, texts))
+    return Result(
+        "equations",
+        "Equations: states of every loop against a dense reference",
+        passed,
+        numbers,
+        {"largest error, of the largest value": TOLERANCE, "top-1 agreement beyond ties": 1.0},
+    )
+
+
+def _compare(
+    hidden: Tensor, gate: Tensor, logits: Tensor, wanted: list[LoopStates]
+) -> dict[str, Any]:
+    exact = torch.cat([state.logits for state in wanted])
+    best = exact.topk(2).values
+    # A token whose two best logits are closer than the tolerance has no top-1 to agree on.
+    clear = best[:, 0] - best[:, 1] > 2 * TOLERANCE * exact.abs().max()
+    agree = (logits.argmax(-1) == exact.argmax(-1)) | ~clear
+    return {
+        "hidden": distance(hidden, torch.cat([state.hidden for state in wanted])),
+        "gate": distance(gate, torch.cat([state.gate for state in wanted])),
+        "logits": distance(logits, exact),
+        "top1": float(agree.float().mean()),
+    }
+
+
+def _fine(row: dict[str, Any]) -> bool:
+    near = all(
+        row[name]["max"] <= TOLERANCE * max(row[name]["scale"], 1.0)
+        for name in ("hidden", "gate", "logits")
+    )
+    return near and row["top1"] == 1.0
