@@ -319,19 +319,20 @@ class LLM:
             exits = depths[1:]
         # The last token of a completion is never run.
         text = torch.tensor([*start, *tokens[:-1]], device=model.device)
-        states, found = exit_states(model, text, len(start), exits)
+        states = exit_states(model, text, len(start), exits)
         first = len(start) - 1
         with torch.inference_mode():
-            logits = model.logits(states[first:])
+            logits = model.logits(states.hidden[first:])
             wanted = torch.tensor(tokens, device=model.device)[:, None]
             logprobs = logits.log_softmax(-1).gather(1, wanted)[:, 0]
             best = logits.topk(2)
         return Score(
             tokens,
             logprobs.tolist(),
-            found[first:].tolist(),
+            states.depths[first:].tolist(),
             best.indices[:, 0].tolist(),
             (best.values[:, 0] - best.values[:, 1]).tolist(),
+            states.margins[first:].tolist(),
         )
 
     @property

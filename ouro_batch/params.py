@@ -221,7 +221,8 @@ class Score:
 
     ``logprobs[i]`` is the log-probability of completion token i, ``exit_depths[i]`` the depth of
     the run that gives it (entry 0 is prefill's), ``best[i]`` the likeliest token there and
-    ``margins[i]`` how far its logit is above the next one's.
+    ``margins[i]`` how far its logit is above the next one's. ``exit_margins[i]`` is how far the
+    exit probability was from the threshold where it came nearest, infinite where no gate was asked.
     """
 
     token_ids: list[int]
@@ -229,3 +230,4 @@ class Score:
     exit_depths: list[int]
     best: list[int]
     margins: list[float]
+    exit_margins: list[float]

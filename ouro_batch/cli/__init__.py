@@ -17,6 +17,7 @@ from ouro_batch.cli.info import info
 from ouro_batch.cli.report import report
 from ouro_batch.cli.run import run
 from ouro_batch.cli.settings import PREFIX
+from ouro_batch.cli.validate import validate
 from ouro_batch.jobs.batch import ExitStatus
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command()(check)
 app.command()(report)
 app.command()(fetch)
 app.command()(info)
+app.command()(validate)
 app.command()(bench)
 
 

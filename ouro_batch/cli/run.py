@@ -20,6 +20,7 @@ from ouro_batch.cli.shared import (
     Attention,
     BlockSize,
     Config,
+    Device,
     Dtype,
     DtypeOption,
     Format,
@@ -36,6 +37,7 @@ from ouro_batch.cli.shared import (
     OnDuplicate,
     OnDuplicateOption,
     OnTooLong,
+    Overwrite,
     PromptField,
     Revision,
     Samples,
@@ -94,9 +96,7 @@ def run(
             help="Whether a file's records are in input order or as they finished.",
         ),
     ] = True,
-    overwrite: Annotated[
-        bool, option(FILES, "--overwrite", help="Replace an output that exists.")
-    ] = False,
+    overwrite: Overwrite = False,
     resume: Annotated[
         Resume,
         option(
@@ -270,15 +270,7 @@ def run(
     attention: Annotated[
         Attention, option(ENGINE, "--attention", help="Attention implementation.")
     ] = Attention.auto,
-    device: Annotated[
-        str,
-        option(
-            ENGINE,
-            "--device",
-            metavar="DEVICE",
-            help="auto (a GPU if there is one), cpu, cuda, cuda:1.",
-        ),
-    ] = "auto",
+    device: Device = "auto",
     dtype: DtypeOption = Dtype.auto,
     max_rows: MaxRows = None,
     max_batched_tokens: MaxBatchedTokens = None,

@@ -87,6 +87,18 @@ Revision = Annotated[
     ),
 ]
 
+Overwrite = Annotated[bool, option(FILES, "--overwrite", help="Replace an output that exists.")]
+
+Device = Annotated[
+    str,
+    option(
+        ENGINE,
+        "--device",
+        metavar="DEVICE",
+        help="auto (a GPU if there is one), cpu, cuda, cuda:1.",
+    ),
+]
+
 InputFormatOption = Annotated[
     Format,
     option(

@@ -28,11 +28,22 @@ class ExitPolicy:
     max_loops: int
 
 
+@dataclass(frozen=True)
+class ExitStates:
+    """Where S tokens' runs ended."""
+
+    hidden: Tensor  # [S, hidden]
+    depths: Tensor  # int64 [S]
+    # FP32 [S], how far the exit probability was from the threshold in the loop where it was
+    # nearest; infinite where the gate was not asked
+    margins: Tensor
+
+
 @torch.inference_mode()
 def exit_states(
     model: Ouro, tokens: Tensor, prompt_tokens: int, exits: list[int] | ExitPolicy
-) -> tuple[Tensor, Tensor]:
-    """The exit state of each token's run, [S, hidden], and its depth, int64 [S].
+) -> ExitStates:
+    """The exit state of each token's run.
 
     ``tokens`` int64 [S] is a prompt, whose tokens run all loops, and what follows it. ``exits``
     gives the depths of the S - ``prompt_tokens`` following tokens, or how they are decided.
@@ -50,6 +61,7 @@ def exit_states(
     values = torch.empty_like(keys)
     states = model.embed(tokens)
     survival = torch.ones(size, device=device)
+    margins = torch.full((size,), math.inf, device=device)
     running = positions
     for loop in range(1, config.loops + 1):
         running = running[depths[running] >= loop]
@@ -69,10 +81,14 @@ def exit_states(
         states[running] = hidden
         if isinstance(exits, ExitPolicy):
             survival[running] *= torch.sigmoid(-model.gate(hidden))
-            leave = (loop >= exits.min_loops) & (1 - survival[running] >= exits.threshold)
-            leave = (leave | (loop >= exits.max_loops)) & ~prompt[running]
-            depths[running[leave]] = loop
-    return states, depths
+            leave = torch.full_like(running, loop >= exits.max_loops, dtype=torch.bool)
+            if exits.min_loops <= loop < exits.max_loops:
+                beyond = 1 - survival[running] - exits.threshold
+                margins[running] = torch.minimum(margins[running], beyond.abs())
+                leave = beyond >= 0
+            depths[running[leave & ~prompt[running]]] = loop
+    margins[prompt] = math.inf
+    return ExitStates(states, depths, margins)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from ouro_batch.llm import LLM
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.params import RequestOutput, SamplingParams
 
+MARGIN = 1e-3  # of a logit or an exit probability: what FP32 may decide otherwise
+
 
 @dataclass(frozen=True)
 class Question:
@@ -31,7 +33,7 @@ class Result:
 
     name: str
     title: str
-    passed: bool | None
+    passed: bool | None = None
     numbers: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     note: str = ""

@@ -1,0 +1,205 @@
+"""``ouro-batch validate``: are the numbers right, on this machine, with this checkpoint?"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from ouro_batch.cli.shared import ENGINE, FILES, Config, Device, Model, Overwrite, Revision, option
+from ouro_batch.errors import EngineError, ModelError, RequestError
+from ouro_batch.jobs.batch import ExitStatus
+from ouro_batch.jobs.errors import FileError, UsageError
+from ouro_batch.jobs.reader import check_inputs
+
+if TYPE_CHECKING:
+    from ouro_batch.validate.check import Result
+
+STYLES = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("not run", "yellow")}
+
+
+class Level(str, Enum):
+    quick = "quick"
+    full = "full"
+
+
+class Check(str, Enum):
+    equations = "equations"
+    history = "history"
+    schedules = "schedules"
+    replay = "replay"
+    resources = "resources"
+    precision = "precision"
+    quality = "quality"
+
+
+def validate(
+    model: Model,
+    revision: Revision = None,
+    prompts: Annotated[
+        str | None,
+        option(
+            FILES,
+            "--prompts",
+            metavar="FILE",
+            help="Input of a job to take prompts from; with metadata.answer, quality is measured.",
+            show_default="random tokens",
+        ),
+    ] = None,
+    level: Annotated[
+        Level,
+        option(ENGINE, "--level", help="quick: a minute for a small model; full: more of all."),
+    ] = Level.quick,
+    only: Annotated[
+        list[Check] | None,
+        option(ENGINE, "--only", help="Run this check alone; may be given several times."),
+    ] = None,
+    output: Annotated[
+        Path,
+        option(
+            FILES,
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where the record goes, as JSON; beside it, as Markdown, with the suffix .md.",
+        ),
+    ] = Path("validation.json"),
+    overwrite: Overwrite = False,
+    device: Device = "auto",
+    config: Config = None,
+) -> None:
+    """Check this checkpoint on this machine: equations, history, schedules, BF16, quality.
+
+    Exit status: 0 no check failed, 1 one did, 2 wrong use, 3 a file, the model or the device could
+    not be used.
+    """
+    messages = Console(stderr=True, highlight=False)
+    markdown = output.with_suffix(".md")
+    try:
+        _check_output(output, markdown, overwrite)
+        if prompts is not None:
+            check_inputs([prompts], text=False)
+        record = _run(
+            model,
+            revision,
+            prompts,
+            full=level is Level.full,
+            names=[check.value for check in (only or Check)],
+            device=device,
+            console=messages,
+        )
+        from ouro_batch.validate.record import as_markdown
+
+        output.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
+        markdown.write_text(as_markdown(record), encoding="utf-8")
+    except (UsageError, RequestError) as error:
+        messages.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
+        raise typer.Exit(ExitStatus.USAGE) from None
+    except (FileError, ModelError, EngineError, OSError) as error:
+        messages.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
+        raise typer.Exit(ExitStatus.ENGINE) from None
+    except KeyboardInterrupt:
+        messages.print(Text("interrupted; no record was written", "bold yellow"))
+        raise typer.Exit(ExitStatus.INTERRUPTED) from None
+    words = "no check failed" if record["passed"] else "a check FAILED"
+    messages.print(
+        Text.assemble(
+            (words, "bold green" if record["passed"] else "bold red"),
+            f"; the record is in {output} and {markdown}",
+        ),
+        soft_wrap=True,
+    )
+    raise typer.Exit(ExitStatus.DONE if record["passed"] else ExitStatus.SOME_FAILED)
+
+
+def _check_output(output: Path, markdown: Path, overwrite: bool) -> None:
+    if markdown == output:
+        raise UsageError(f"--output {output} is the JSON record: its suffix cannot be .md")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {output}: {output.parent} is no folder")
+    for path in (output, markdown):
+        if path.is_dir():
+            raise UsageError(f"--output {output}: {path} is a folder")
+        if path.exists() and not overwrite:
+            raise UsageError(f"{path} exists (--overwrite replaces it, --output names another)")
+
+
+def _run(
+    model: str,
+    revision: str | None,
+    prompts: str | None,
+    *,
+    full: bool,
+    names: list[str],
+    device: str,
+    console: Console,
+) -> dict[str, Any]:
+    # torch and the tokenizer take seconds to import.
+    from ouro_batch.model.files import fingerprint
+    from ouro_batch.model.source import CheckpointSource
+    from ouro_batch.options import resolve_device
+    from ouro_batch.validate.check import Context
+    from ouro_batch.validate.prompts import random_prompts, read_prompts
+    from ouro_batch.validate.record import make_record, run_checks
+
+    where = resolve_device(device)
+    source = CheckpointSource(model, revision)
+    if prompts is None:
+        tokens, questions = random_prompts(source.config, full=full), []
+    else:
+        tokens, questions = read_prompts(prompts, source, full=full)
+    context = Context(
+        str(source.folder), source.folder, source.config, where, full, tokens, questions
+    )
+    display = _Display(names)
+    with Live(display, console=console, refresh_per_second=8, transient=not console.is_terminal):
+        done = run_checks(context, names, display.change)
+    if not console.is_terminal:
+        console.print(display)
+    about = {
+        "name": source.name,
+        "revision": source.revision,
+        "fingerprint": fingerprint(source.folder),
+    }
+    return make_record(context, about, shlex.join(["ouro-batch", *sys.argv[1:]]), done)
+
+
+class _Display:
+    """The checks as a table that fills."""
+
+    def __init__(self, names: list[str]):
+        self._rows: dict[str, Result | None] = dict.fromkeys(names)
+        self._spinner = Spinner("dots", style="cyan")
+        self._running: str | None = None
+
+    def change(self, name: str, result: Result | None) -> None:
+        """A check has begun, or is done."""
+        self._rows[name] = result
+        self._running = name if result is None else None
+
+    def __rich__(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, result in self._rows.items():
+            if result is None:
+                table.add_row(name, self._spinner if name == self._running else "", "")
+                continue
+            table.add_row(name, Text(*STYLES[result.passed]), Text(_about(result), "dim"))
+        return table
+
+
+def _about(result: Result) -> str:
+    """The title, and what there is to say."""
+    return f"{result.title}. {result.note}" if result.note else result.title

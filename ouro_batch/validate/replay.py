@@ -1,0 +1,64 @@
+"""Check 4: every finished generation again, in one depth-masked pass."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ouro_batch.llm import LLM
+from ouro_batch.params import RequestOutput
+from ouro_batch.validate.check import MARGIN, Context, Result
+from ouro_batch.validate.requests import Asked, mixed
+
+TOLERANCE = 1e-3  # of a log-probability; errors of logits, whose scale may be tens, add up in it
+
+
+def check(context: Context) -> Result:
+    """With the depths given, log-probabilities and tokens; with a live gate, the depths too."""
+    asked = mixed(context.prompts, context.config.loops, logprobs=0)
+    result = Result(
+        "replay",
+        "Replay: generations recomputed in one depth-masked pass",
+        True,
+        {},
+        {"log-probability error": TOLERANCE, "tokens that differ": 0, "depths that differ": 0},
+    )
+    prompts, params = zip(*asked, strict=True)
+    for attention in context.attentions:
+        with context.engine(attention=attention) as llm:
+            found = _compare(llm, asked, llm.generate(prompts, params))
+        result.numbers[attention] = found
+        result.passed &= (
+            found["logprob_error"] <= TOLERANCE and not found["tokens"] and not found["depths"]
+        )
+    return result
+
+
+def _compare(llm: LLM, asked: list[Asked], outputs: list[RequestOutput]) -> dict[str, Any]:
+    error, tokens, depths, count = 0.0, 0, 0, 0
+    for (prompt, params), output in zip(asked, outputs, strict=True):
+        completion = output.token_ids
+        (given,) = llm.score([prompt], [completion], [output.exit_depths])
+        (decided,) = llm.score([prompt], [completion], params=params)
+        for ours, entry in zip(given.logprobs, output.logprobs, strict=True):
+            gap = abs(ours - entry.logprob)
+            error = max(error, math.inf if math.isnan(gap) else gap)
+        count += len(completion)
+        if params.temperature == 0:
+            tokens += sum(
+                best != token and margin > MARGIN
+                for best, token, margin in zip(given.best, completion, given.margins, strict=True)
+            )
+        for ours, theirs, margin in zip(
+            decided.exit_depths, output.exit_depths, decided.exit_margins, strict=True
+        ):
+            if ours != theirs:
+                depths += margin > MARGIN
+                break  # the tokens after it see another history
+    return {
+        "requests": len(asked),
+        "tokens_compared": count,
+        "logprob_error": error,
+        "tokens": tokens,
+        "depths": depths,
+    }
