@@ -16,6 +16,7 @@ from ouro_batch.cli.fetch import fetch
 from ouro_batch.cli.info import info
 from ouro_batch.cli.report import report
 from ouro_batch.cli.run import run
+from ouro_batch.cli.score import score
 from ouro_batch.cli.settings import PREFIX
 from ouro_batch.cli.validate import validate
 from ouro_batch.jobs.batch import ExitStatus
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": PREFIX},
 )
 app.command()(run)
+app.command()(score)
 app.command()(check)
 app.command()(report)
 app.command()(fetch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +12,6 @@ from rich.text import Text
 
 from ouro_batch.cli.shared import (
     ENGINE,
-    EXIT,
     FILES,
     MEMORY,
     SAMPLING,
@@ -23,6 +21,7 @@ from ouro_batch.cli.shared import (
     Device,
     Dtype,
     DtypeOption,
+    ExitThreshold,
     Format,
     GpuMemoryUtilization,
     IdField,
@@ -30,15 +29,20 @@ from ouro_batch.cli.shared import (
     Inputs,
     Loops,
     MaxBatchedTokens,
+    MaxLoops,
     MaxModelLen,
     MaxRows,
     MaxTokens,
+    MinLoops,
     Model,
     OnDuplicate,
     OnDuplicateOption,
     OnTooLong,
     Overwrite,
     PromptField,
+    Quiet,
+    Resume,
+    ResumeOption,
     Revision,
     Samples,
     Schedule,
@@ -54,12 +58,6 @@ from ouro_batch.params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from ouro_batch.llm import LLM
-
-
-class Resume(str, Enum):
-    auto = "auto"
-    force = "force"
-    never = "never"
 
 
 class _Messages(Console):
@@ -97,16 +95,7 @@ def run(
         ),
     ] = True,
     overwrite: Overwrite = False,
-    resume: Annotated[
-        Resume,
-        option(
-            FILES,
-            "--resume",
-            help="What becomes of records that an unfinished job left in OUTPUT.part. auto: they"
-            " are kept and the rest is run, if model, settings and lines are the same; force:"
-            " even where settings differ, and changed lines are run again; never: start anew.",
-        ),
-    ] = Resume.auto,
+    resume: ResumeOption = Resume.auto,
     retry_errors: Annotated[
         bool,
         option(
@@ -156,9 +145,7 @@ def run(
             show_default="5 on a terminal, else 0",
         ),
     ] = None,
-    quiet: Annotated[
-        bool, option(FILES, "--quiet", "-q", help="No progress and no summary, only errors.")
-    ] = False,
+    quiet: Quiet = False,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
     temperature: Annotated[
         float,
@@ -230,33 +217,9 @@ def run(
     ignore_eos: Annotated[
         bool, option(SAMPLING, "--ignore-eos", help="Run past the model's end tokens.")
     ] = False,
-    exit_threshold: Annotated[
-        float | None,
-        option(
-            EXIT,
-            "--exit-threshold",
-            metavar="P",
-            help="A token leaves after the loop where its probability of having exited reaches"
-            " this, from 0; 1 or more: every token runs all loops.",
-            show_default="the checkpoint's",
-        ),
-    ] = None,
-    min_loops: Annotated[
-        int,
-        option(
-            EXIT, "--min-loops", metavar="N", help="Loops that every decoded token runs at least."
-        ),
-    ] = SamplingParams.min_loops,
-    max_loops: Annotated[
-        int | None,
-        option(
-            EXIT,
-            "--max-loops",
-            metavar="N",
-            help="Loops that a decoded token runs at most.",
-            show_default="all of the model's",
-        ),
-    ] = None,
+    exit_threshold: ExitThreshold = None,
+    min_loops: MinLoops = SamplingParams.min_loops,
+    max_loops: MaxLoops = None,
     loops: Loops = None,
     schedule: Annotated[
         Schedule,

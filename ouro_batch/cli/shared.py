@@ -51,6 +51,12 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+class Resume(str, Enum):
+    auto = "auto"
+    force = "force"
+    never = "never"
+
+
 def option(panel: str, *names: str, **settings: Any) -> Any:
     """An option in a panel of the command's help."""
     return typer.Option(*names, rich_help_panel=panel, show_envvar=False, **settings)
@@ -162,6 +168,49 @@ Samples = Annotated[
         "--n",
         metavar="N",
         help="Samples of each prompt, each a record with a seed of its own, 1,024 at most.",
+    ),
+]
+
+ExitThreshold = Annotated[
+    float | None,
+    option(
+        EXIT,
+        "--exit-threshold",
+        metavar="P",
+        help="A token leaves after the loop where its probability of having exited reaches"
+        " this, from 0; 1 or more: every token runs all loops.",
+        show_default="the checkpoint's",
+    ),
+]
+
+MinLoops = Annotated[
+    int,
+    option(EXIT, "--min-loops", metavar="N", help="Loops that every decoded token runs at least."),
+]
+
+MaxLoops = Annotated[
+    int | None,
+    option(
+        EXIT,
+        "--max-loops",
+        metavar="N",
+        help="Loops that a decoded token runs at most.",
+        show_default="all of the model's",
+    ),
+]
+
+Quiet = Annotated[
+    bool, option(FILES, "--quiet", "-q", help="No progress and no summary, only errors.")
+]
+
+ResumeOption = Annotated[
+    Resume,
+    option(
+        FILES,
+        "--resume",
+        help="What becomes of records that an unfinished job left in OUTPUT.part. auto: they"
+        " are kept and the rest is run, if model, settings and lines are the same; force:"
+        " even where settings differ, and changed lines are run again; never: start anew.",
     ),
 ]
 

@@ -68,6 +68,7 @@ class Record:
     metadata: Any = None
     has_own_id: bool = False
     openai: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # the fields of ``InputFormat.extra``
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,13 @@ class InputFormat:
 
     ``prompt_field`` and ``id_field`` name columns that stand for prompt and id in other people's
     data. With either, columns that mean nothing here go into ``metadata``, unless a record has one.
+    ``extra`` are fields that a command takes besides those of a record.
     """
 
     text: bool = False
     prompt_field: str | None = None
     id_field: str | None = None
+    extra: tuple[str, ...] = ()
 
 
 def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | None = None) -> Record:
@@ -100,14 +103,16 @@ def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | Non
         raise RecordError(f"the line must be a JSON object, got {_kind(fields)}")
     if _may_lose(line.data, fields):
         _check_lossless(line.data)
+    extra = {name: fields.pop(name) for name in format.extra if name in fields}
     if is_openai_line(fields):
-        return _openai_record(line, fields, defaults)
+        return replace(_openai_record(line, fields, defaults), extra=extra)
     fields = _rename_columns(fields, format)
     record_id = fields.get("id", line.index)
     if not _can_be_written(record_id):
         raise RecordError("id is nested too deeply to be written back")
     try:
-        return _record(line, record_id, fields, defaults)
+        record = _record(line, record_id, fields, defaults)
+        return replace(record, extra=extra) if extra else record
     except RequestError as error:
         raise RecordError(str(error), error.type, record_id) from None
 

@@ -1,0 +1,204 @@
+"""Scores the completions of a job's lines: what the model makes of text that is already there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from ouro_batch.errors import RequestError
+from ouro_batch.jobs.errors import FileError
+from ouro_batch.jobs.interrupt import Interrupt
+from ouro_batch.jobs.reader import Line, read_lines
+from ouro_batch.jobs.records import InputFormat, Record, RecordError, error_record, parse_record
+from ouro_batch.jobs.writer import Writer
+from ouro_batch.params import SamplingParams, Score
+
+if TYPE_CHECKING:
+    from ouro_batch.llm import LLM
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a line's prompt is followed by; ``exit_depths`` None leaves them to the gate."""
+
+    tokens: str | list[int]
+    exit_depths: list[int] | None
+
+
+@dataclass
+class ScoreCounts:
+    """What has been scored, in all runs of the job."""
+
+    records: int = 0
+    failed: int = 0
+    tokens: int = 0
+    logprob: float = 0.0
+    loops: int = 0
+    decoded: int = 0  # tokens whose depth counts: all but the first of each completion
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A record that was written, by this run or an earlier one."""
+        self.records += 1
+        if "error" in record:
+            self.failed += 1
+            return
+        self.tokens += len(record["logprobs"])
+        self.logprob += record["logprob"]
+        self.loops += sum(record["exit_depths"][1:])
+        self.decoded += len(record["exit_depths"]) - 1
+
+
+class ScoreJob:
+    """Gives a writer a record for each line, in input order.
+
+    Args:
+        inputs: files of lines, as ``read_lines`` takes them.
+        answers: output of ``run`` with token ids over the same inputs, whose tokens and depths are
+            scored; None: a line brings ``completion`` and may bring ``exit_depths``.
+        params: threshold and loops for completions without depths.
+        use_depths: whether the depths that are given are used; else the gate decides.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        inputs: Sequence[str],
+        writer: Writer,
+        *,
+        answers: str | None,
+        params: SamplingParams,
+        format: InputFormat,
+        use_depths: bool,
+        interrupt: Interrupt,
+        on_record: Callable[[ScoreCounts], None],
+    ):
+        self.counts = ScoreCounts()
+        self.lines = 0
+        self._llm = llm
+        self._inputs = inputs
+        self._writer = writer
+        self._answers = None if answers is None else _answers(answers)
+        self._params = params
+        self._format = replace(format, extra=("completion", "exit_depths"))
+        self._use_depths = use_depths
+        self._interrupt = interrupt
+        self._on_record = on_record
+
+    def run(self) -> ScoreCounts:
+        """All lines. Raises KeyboardInterrupt, FileError, OutputClosed, EngineError."""
+        for line in read_lines(self._inputs):
+            if self._interrupt.requested:
+                raise KeyboardInterrupt
+            self.lines += 1
+            answer = None if self._answers is None else next(self._answers, {})
+            line_hash = _hash(line, answer)
+            record = self._writer.kept(line, line_hash)
+            if record is None:
+                record = self._score(line, answer)
+                self._writer.write(record, line_hash)
+            self.counts.add(record)
+            self._on_record(self.counts)
+        return self.counts
+
+    def _score(self, line: Line, answer: Mapping[str, Any] | None) -> dict[str, Any]:
+        record_id: Any = None
+        try:
+            record = parse_record(line, self._params, self._format)
+            record_id = record.id
+            given = record.extra if answer is None else _of_answer(line, answer)
+            completion = _completion(given)
+            depths = completion.exit_depths if self._use_depths else None
+            prompt = self._llm.encode(record.prompt, record.messages, record.chat_template_kwargs)
+            (score,) = self._llm.score(
+                [prompt.tokens],
+                [completion.tokens],
+                None if depths is None else [depths],
+                params=record.params,
+            )
+        except RecordError as error:
+            return error_record(line, error, name_file=len(self._inputs) > 1)
+        except RequestError as error:
+            wrong = RecordError(str(error).removeprefix("prompt 0: "), error.type, record_id)
+            return error_record(line, wrong, name_file=len(self._inputs) > 1)
+        return _score_record(record, score, len(prompt.tokens))
+
+
+def _score_record(record: Record, score: Score, prompt_tokens: int) -> dict[str, Any]:
+    decoded = score.exit_depths[1:]
+    return {
+        "id": record.id,
+        "index": record.index,
+        "logprob": sum(score.logprobs),
+        "greedy": score.best == score.token_ids,
+        "token_ids": score.token_ids,
+        "logprobs": score.logprobs,
+        "exit_depths": score.exit_depths,
+        "mean_exit_depth": sum(decoded) / len(decoded) if decoded else None,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(score.token_ids),
+            "loops": sum(decoded),
+        },
+        "metadata": record.metadata,
+    }
+
+
+def _completion(given: Mapping[str, Any]) -> Completion:
+    if "completion" not in given:
+        raise RequestError(
+            "a line to score needs completion: text, or token ids (or give --answers OUT)"
+        )
+    tokens, depths = given["completion"], given.get("exit_depths")
+    if not isinstance(tokens, (str, list)) or not tokens:
+        raise RequestError("completion must be text or token ids, at least one of them")
+    if depths is not None and not isinstance(depths, list):
+        raise RequestError("exit_depths must be a list of integers")
+    return Completion(tokens, depths)
+
+
+def _answers(path: str) -> Iterator[dict[str, Any]]:
+    for line in read_lines([path]):
+        try:
+            record = orjson.loads(line.data)
+        except orjson.JSONDecodeError as error:
+            raise FileError(f"{path}, line {line.number} is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise FileError(f"{path}, line {line.number} is no output record")
+        yield record
+
+
+def _of_answer(line: Line, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """An output record's tokens and depths.
+
+    Raises:
+        FileError: it is another line's.
+        RequestError: it has none.
+    """
+    if not answer:
+        raise RequestError("the answers end before this line", "no_answer")
+    if answer.get("index") != line.index or answer.get("sample", 0):
+        raise FileError(
+            f"the answers have index {answer.get('index')!r} where the input is at {line.index}:"
+            " they must be the output of the same inputs, in their order, one a line"
+        )
+    if "error" in answer:
+        raise RequestError("the answer is an error record: there is nothing to score", "no_answer")
+    if "token_ids" not in answer:
+        raise RequestError(
+            "the answer has no token_ids (run with --token-ids: text alone does not say where"
+            " tokens begin)",
+            "no_answer",
+        )
+    return {"completion": answer["token_ids"], "exit_depths": answer.get("exit_depths")}
+
+
+def _hash(line: Line, answer: Mapping[str, Any] | None) -> int:
+    """64 bits of what a line asks for."""
+    data = line.data
+    if answer is not None:
+        data += orjson.dumps([answer.get("token_ids"), answer.get("exit_depths")])
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
