@@ -188,8 +188,13 @@ def embed_norm(
     )  # fmt: skip
 
 
+def row_warps(width: int) -> int:
+    """Warps of a row of ``width``, where the number of rows is not to choose."""
+    return max(1, min(16, triton.next_power_of_2(width) // 256))
+
+
 def _warps(width: int, rows: int, split: bool = False) -> int:
-    warps = max(1, min(16, triton.next_power_of_2(width) // 256))
+    warps = row_warps(width)
     if split:
         return min(16, 2 * warps)
     return max(1, warps // 2) if rows >= MANY_ROWS else warps

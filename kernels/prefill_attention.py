@@ -10,7 +10,8 @@ A chunk is cut into tiles of consecutive queries by ``prefill_tiles`` on the hos
 one tile of one head. Key tiles start at position 0 and have a fixed size. Those that every query
 of the tile sees come first and need no mask, those on the diagonal follow. Which tile a query
 falls into changes where its masked part begins, not what is added in which order; on an H200 its
-last bits still differ, as the compiler contracts the two parts' products and sums differently.
+last bits still differ, as the compiler contracts the two parts' products and sums differently,
+unless all tiles are masked (``PrefillConfig.masks_all``).
 FP32 is exact (no TF32); FP16 and BF16 multiply on tensor cores and accumulate in FP32, the weights
 rounded to the cache's dtype.
 
@@ -61,6 +62,7 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # of a thread; fewer let more programs share a multiprocessor
+    masks_all: bool = False  # mask tiles that need none: a query's bits are those of any other tile
 
 
 def prefill_config(dtype: torch.dtype, head_dim: int) -> PrefillConfig:
@@ -157,6 +159,7 @@ def prefill_attention(
         FIELDS=TILE_FIELDS,
         # The interpreter multiplies BF16 matrices as if they were integers.
         UPCAST=not queries.is_cuda,
+        MASKS_ALL=config.masks_all,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
@@ -191,6 +194,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     FIELDS: tl.constexpr,
     UPCAST: tl.constexpr,
+    MASKS_ALL: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tiles + tl.program_id(1) * FIELDS
@@ -215,33 +219,34 @@ def _prefill_kernel(
     own = position + members
     end = position + tokens
     # Keys below ``clear`` are seen by every query of the tile.
-    clear = (position + 1) // BLOCK_N * BLOCK_N
+    clear = 0 if MASKS_ALL else (position + 1) // BLOCK_N * BLOCK_N
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PADDED], tl.float32)
-    top, total, acc = _attend(
-        top,
-        total,
-        acc,
-        q,
-        keys + kv_offset,
-        values + kv_offset,
-        blocks,
-        own,
-        0,
-        clear,
-        end,
-        scale,
-        stride_block,
-        stride_slot,
-        D,
-        D_PADDED,
-        B,
-        BLOCK_N,
-        False,
-        UPCAST,
-    )
+    if not MASKS_ALL:
+        top, total, acc = _attend(
+            top,
+            total,
+            acc,
+            q,
+            keys + kv_offset,
+            values + kv_offset,
+            blocks,
+            own,
+            0,
+            clear,
+            end,
+            scale,
+            stride_block,
+            stride_slot,
+            D,
+            D_PADDED,
+            B,
+            BLOCK_N,
+            False,
+            UPCAST,
+        )
     top, total, acc = _attend(
         top,
         total,

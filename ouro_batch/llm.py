@@ -38,16 +38,32 @@ from ouro_batch.runner.base import Runner
 __all__ = ["LLM", "EncodedPrompt", "EngineSnapshot", "RequestOutput", "SamplingParams"]
 
 
-def make_runner(attention: str, model: Ouro, *, max_prefill_tokens: int, **options: Any) -> Runner:
+def make_runner(
+    attention: str,
+    model: Ouro,
+    *,
+    max_prefill_tokens: int,
+    batch_invariant: bool,
+    **options: Any,
+) -> Runner:
     """The runner that goes with ``attention``; each is imported only where it is used."""
     if attention == "triton":
         from ouro_batch.runner.triton import TritonRunner
 
-        return TritonRunner(model, max_prefill_tokens=max_prefill_tokens, **options)
+        return TritonRunner(
+            model,
+            max_prefill_tokens=max_prefill_tokens,
+            batch_invariant=batch_invariant,
+            **options,
+        )
+    from ouro_batch.attention.fixed import FixedAttention
     from ouro_batch.attention.reference import ReferenceAttention
     from ouro_batch.runner.eager import EagerRunner
 
-    return EagerRunner(model, ReferenceAttention(), **options)
+    implementation = (
+        FixedAttention(model.config.num_heads) if batch_invariant else ReferenceAttention()
+    )
+    return EagerRunner(model, implementation, fixed_blocks=batch_invariant, **options)
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,8 @@ class LLM:
             free, on a CPU a quarter of the free memory; never more than ``max_rows`` can use.
         gpu_memory_utilization: share of the GPU's memory that weights and cache may take.
         max_model_len: tokens of prompt and output together; None: the model's positions.
-        batch_invariant: not built yet; True is refused.
+        batch_invariant: a request's tokens, depths and log-probabilities are the same, bit for
+            bit, alone and in any batch, whatever the schedule, the chunks and the rows.
         seed: requests without a seed derive theirs from it.
 
     Raises:
@@ -115,8 +132,8 @@ class LLM:
         batch_invariant: bool = False,
         seed: int = 0,
     ):
-        if batch_invariant:
-            raise EngineError("batch_invariant is not supported yet; leave it out")
+        if not isinstance(batch_invariant, bool):
+            raise EngineError(f"batch_invariant must be true or false, got {batch_invariant!r}")
         check_choice("schedule", schedule, SCHEDULES)
         for name, value in [
             ("loops", loops),
@@ -143,6 +160,7 @@ class LLM:
         self.config = config if loops is None else replace(config, loops=loops)
         self.dtype = resolve_dtype(dtype, config.dtype, self.device)
         self.schedule = schedule
+        self.batch_invariant = batch_invariant
 
         on_gpu = self.device.type == "cuda"
         rows = max_rows or (256 if on_gpu else 64)
@@ -175,6 +193,7 @@ class LLM:
                 max_model_len=self.max_model_len,
                 max_prefill_tokens=batched,
                 refill=schedule != "no-refill",
+                batch_invariant=batch_invariant,
             )
         blocks = memory.cache_blocks(
             self.config,
@@ -496,6 +515,7 @@ class LLM:
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
             "schedule": self.schedule,
+            "batch_invariant": self.batch_invariant,
             "loops": self.config.loops,
             "max_rows": self.max_rows,
             "max_batched_tokens": self.max_batched_tokens,

@@ -48,11 +48,11 @@ class FakeLLM:
     device, "breaks" stops at its fourth step, "slow" sleeps for 20 ms in each.
     """
 
-    def __init__(self, model, *, seed=0, max_rows=None, batch_invariant=False, **options):
+    def __init__(self, model, *, seed=0, max_rows=None, **options):
         if model == "missing":
             raise ModelError("there is no checkpoint in missing")
-        if model == "no-device" or batch_invariant:
-            raise EngineError("batch_invariant is not supported yet; leave it out")
+        if model == "no-device":
+            raise EngineError("no CUDA device was found")
         self.model = model
         self.seed = seed
         self.max_rows = max_rows or 4

@@ -418,7 +418,7 @@ def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
     [
         ({"schedule": "fifo"}, "schedule must be one of refill, no-refill, serial"),
         ({"attention": "flash"}, "attention must be one of auto, torch, triton"),
-        ({"batch_invariant": True}, "batch_invariant is not supported yet"),
+        ({"batch_invariant": 1}, "batch_invariant must be true or false, got 1"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"device": "cuda"}, "no CUDA device"),
         ({"device": "quantum"}, "quantum"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ SPLIT, MAX_SPLIT = 64, 1024
 # Queries of a step up to which RoPE joins the attention's launch. It saves a launch a layer, 4% of
 # a step at one query; beyond a few, the registers it takes cost more (3% at 8, 4% at 128).
 ROPE_ENTRIES = 2
+# Positions of a part where batch invariance is asked for: the same in every step.
+FIXED_SPLIT = 256
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class TritonAttention(Attention):
         slots: slots of the whole cache; contexts together cannot be longer.
         overlap: start decode kernels ahead (``kernels/overlap.py``); queries and the newest keys
             and values must come from the kernel right before.
+        batch_invariant: cut every context at the same positions, and mask every tile of keys, so
+            that a query's bits depend neither on the step nor on the chunk that it is in.
     """
 
     def __init__(
@@ -51,22 +55,26 @@ class TritonAttention(Attention):
         entries: int,
         slots: int,
         overlap: bool = False,
+        batch_invariant: bool = False,
     ):
         self._overlap = overlap
         at_once = parts_at_once(config.num_kv_heads, device)
+        split, max_split = (FIXED_SPLIT, None) if batch_invariant else (SPLIT, MAX_SPLIT)
         self._work = DecodeWork.allocate(
             entries,
-            DecodeWork.max_items(entries, slots, SPLIT, MAX_SPLIT, at_once),
+            DecodeWork.max_items(entries, slots, split, max_split, at_once),
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             device,
-            SPLIT,
-            MAX_SPLIT,
+            split,
+            max_split,
             at_once,
         )
-        self._single_heads = config.num_heads == config.num_kv_heads
-        self._prefill_config = prefill_config(dtype, config.head_dim)
+        self._fuses_rope = config.num_heads == config.num_kv_heads and not batch_invariant
+        self._prefill_config = replace(
+            prefill_config(dtype, config.head_dim), masks_all=batch_invariant
+        )
 
     def plan_decode(
         self, tables: SlotTables, rows: Tensor, planes: Tensor, contexts: Tensor
@@ -92,7 +100,7 @@ class TritonAttention(Attention):
 
     def fuses_rope(self, entries: int) -> bool:
         """Whether ``decode_qkv`` is the way for a step of so many queries."""
-        return self._single_heads and entries <= ROPE_ENTRIES
+        return self._fuses_rope and entries <= ROPE_ENTRIES
 
     def decode_qkv(
         self,

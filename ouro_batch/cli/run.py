@@ -243,7 +243,7 @@ def run(
         option(
             ENGINE,
             "--batch-invariant",
-            help="Results independent, bit for bit, of what shares the batch (not built yet).",
+            help="The same results, bit for bit, whatever shares the batch; slower on a CPU.",
         ),
     ] = False,
     block_size: BlockSize = 16,

@@ -41,6 +41,7 @@ class Check(str, Enum):
     resources = "resources"
     precision = "precision"
     quality = "quality"
+    invariance = "invariance"
 
 
 def validate(

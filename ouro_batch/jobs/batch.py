@@ -170,7 +170,7 @@ class _Batch:
     def _settings(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """What decides results: a job that is resumed must have been begun with the same."""
         model = about["model"]
-        named = ("dtype", "loops", "max_model_len", "seed")
+        named = ("dtype", "loops", "max_model_len", "batch_invariant", "seed")
         return {
             "model": os.path.realpath(model["name"])
             if os.path.isdir(model["name"])

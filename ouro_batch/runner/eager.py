@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ouro_batch.attention.base import Attention, KVCache, PrefillSegment
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.params import TokenLogprobs
 from ouro_batch.runner.base import PrefillChunk, Runner, StepPlan, StepResult, TokenEvent
+from ouro_batch.runner.row_blocks import RowBlocks
 from ouro_batch.runner.sampling import log_probabilities, sample
 from ouro_batch.runner.state import RowState
 
@@ -26,6 +28,8 @@ class EagerRunner(Runner):
         block_size: slots of a block.
         max_model_len: positions a request may have.
         refill: False makes rows wait, once their token has exited, until every running token has.
+        fixed_blocks: run all rows in blocks of a fixed size, prompt tokens as entries of
+            ``FixedAttention``: a token's bits then depend on its own request alone.
     """
 
     def __init__(
@@ -37,11 +41,13 @@ class EagerRunner(Runner):
         block_size: int,
         max_model_len: int,
         refill: bool = True,
+        fixed_blocks: bool = False,
     ):
         config = model.config
         self.model = model
         self.attention = attention
         self.refill = refill
+        self._blocks = RowBlocks(model, max_model_len, fixed=fixed_blocks)
         self.state = RowState.allocate(
             config, rows, max_model_len, block_size, model.device, model.dtype
         )
@@ -99,19 +105,11 @@ class EagerRunner(Runner):
         )
         positions = state.position[rows].long()
         slots = state.take_slots(rows, planes)
-        plan = self.attention.plan_decode(state.tables, rows, planes, positions + 1)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.cache.write(layer, slots, k, v)
-            out = torch.empty_like(q)
-            self.attention.decode(plan, q, out, self.cache, layer)
-            return out
-
-        hidden = model.loop(hidden, model.rope(positions), attend)
+        hidden = self._loop(rows, planes, positions, slots, hidden)
         if self.trace is not None:
             self.trace(rows, positions, planes, hidden)
         survival = torch.where(fresh, 1.0, state.survival[rows])
-        survival = survival * torch.sigmoid(-model.gate(hidden))
+        survival = survival * self._blocks.apply(lambda h: torch.sigmoid(-model.gate(h)), hidden)
         exits = self._exits(rows, planes + 1, survival)
 
         state.hidden[rows] = hidden
@@ -120,6 +118,33 @@ class EagerRunner(Runner):
         if exits.any():
             self._emit(rows[exits], hidden[exits], planes[exits] + 1, events)
         return len(rows)
+
+    def _loop(
+        self, rows: Tensor, planes: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor
+    ) -> Tensor:
+        """One loop of tokens [T], each over its row's positions up to its own; their keys and
+        values go into ``slots``. Returns [T, hidden]."""
+        done = []
+        for part in self._blocks.parts(len(rows)):
+            plan = self.attention.plan_decode(
+                self.state.tables, rows[part], planes[part], positions[part] + 1
+            )
+
+            def attend(
+                layer: int,
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                slots: Tensor = slots[part],
+                plan: Any = plan,
+            ) -> Tensor:
+                self.cache.write(layer, slots, k, v)
+                out = torch.empty_like(q)
+                self.attention.decode(plan, q, out, self.cache, layer)
+                return out
+
+            done.append(self._blocks.loop(hidden[part], positions[part], attend))
+        return torch.cat(done)
 
     def _exits(self, rows: Tensor, depths: Tensor, survival: Tensor) -> Tensor:
         """Which rows' tokens leave after ``depths`` loops, bool [R']."""
@@ -138,11 +163,12 @@ class EagerRunner(Runner):
             [torch.arange(s.start, s.start + s.length, device=device) for s in segments]
         )
         tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
-        rope = model.rope(positions)
         hidden = model.embed(tokens)
-        plan = self.attention.plan_prefill(tables, segments)
+        fixed = self._blocks.size is not None
+        plan = None if fixed else self.attention.plan_prefill(tables, segments)
         for plane in range(model.config.loops):
-            slots = tables.lookup(rows, torch.tensor(plane, device=device), positions)
+            planes = torch.full_like(rows, plane)
+            slots = tables.lookup(rows, planes, positions)
 
             def attend(
                 layer: int,
@@ -157,9 +183,12 @@ class EagerRunner(Runner):
                 self.attention.prefill(plan, plane, q, out, self.cache, layer)
                 return out
 
-            hidden = model.loop(hidden, rope, attend)
+            if fixed:
+                hidden = self._loop(rows, planes, positions, slots, hidden)
+            else:
+                hidden = self._blocks.loop(hidden, positions, attend)
             if self.trace is not None:
-                self.trace(rows, positions, torch.full_like(rows, plane), hidden)
+                self.trace(rows, positions, planes, hidden)
 
         last = torch.tensor([c.last for c in chunks], device=device)
         if last.any():
@@ -174,15 +203,9 @@ class EagerRunner(Runner):
         and values of the token that has just exited.
         """
         state = self.state
-        logits = self.model.logits(hidden)
-        tokens = sample(
-            logits,
-            state.temperature[rows],
-            state.top_k[rows],
-            state.top_p[rows],
-            state.seed[rows],
-            state.generated[rows].long(),
-        )
+        logits = self._blocks.apply(self.model.logits, hidden)
+        samples = self._blocks.parts(len(rows), size=1)
+        tokens = torch.cat([self._sample(rows[part], logits[part]) for part in samples])
         decoded = state.generated[rows] > 0
         state.publish_last_exited(rows[decoded], depths[decoded] - 1)
         state.token[rows] = tokens.int()
@@ -194,7 +217,11 @@ class EagerRunner(Runner):
         stopped = (state.stop_ids[rows] == tokens[:, None]).any(1)
         finished = stopped | (state.generated[rows] >= state.max_tokens[rows])
         state.active[rows] = ~finished
-        logprobs = self._logprobs(rows, logits, tokens)
+        logprobs = [
+            entry
+            for part in samples
+            for entry in self._logprobs(rows[part], logits[part], tokens[part])
+        ]
         events.extend(
             TokenEvent(*event)
             for event in zip(
@@ -205,6 +232,17 @@ class EagerRunner(Runner):
                 logprobs,
                 strict=True,
             )
+        )
+
+    def _sample(self, rows: Tensor, logits: Tensor) -> Tensor:
+        state = self.state
+        return sample(
+            logits,
+            state.temperature[rows],
+            state.top_k[rows],
+            state.top_p[rows],
+            state.seed[rows],
+            state.generated[rows].long(),
         )
 
     def _logprobs(

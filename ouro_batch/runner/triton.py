@@ -33,9 +33,13 @@ from ouro_batch.runner.base import (
     TokenEvent,
 )
 from ouro_batch.runner.graphs import StepGraphs, bucket_sizes
+from ouro_batch.runner.invariant import InvariantProjections, invariant_projections
 from ouro_batch.runner.projections import Projections
 from ouro_batch.runner.prompts import MAX_PADDED, PromptBuffer
 from ouro_batch.runner.state import RowState
+
+# Parts of a row of logits that are sampled side by side, where batch invariance is asked for.
+SAMPLING_CHUNKS = 4
 
 # Called with a layer: from ``qkv`` to ``attended``, keys and values being stored on the way.
 Attend = Callable[[int], None]
@@ -177,6 +181,7 @@ class TritonRunner(Runner):
         max_model_len: positions a request may have.
         max_prefill_tokens: prompt tokens of one step at most.
         refill: False makes rows wait, once their token has exited, until every running token has.
+        batch_invariant: every product, sum and maximum in one order, whatever shares the step.
     """
 
     def __init__(
@@ -188,16 +193,33 @@ class TritonRunner(Runner):
         max_model_len: int,
         max_prefill_tokens: int,
         refill: bool = True,
+        batch_invariant: bool = False,
     ):
         config, device = model.config, model.device
         self.model = model
         self.refill = refill
         self._overlap = can_overlap(device)
         self.state = RowState.allocate(config, rows, max_model_len, block_size, device, model.dtype)
-        self.projections = Projections(model.weights, overlap=self._overlap)
-        self._entries = Entries.allocate(model, rows)
-        self._decode_space = Activations.allocate(model, rows)
-        self._prefill_space = Activations.allocate(model, max(max_prefill_tokens, MAX_PADDED))
+        self._batch_invariant = batch_invariant
+        prompt_tokens = max(max_prefill_tokens, MAX_PADDED)
+        decode_capacity, prefill_capacity = rows, prompt_tokens
+        self._products: Projections | InvariantProjections
+        self._prompt_products: Projections | InvariantProjections
+        if batch_invariant:
+            self._products, self._prompt_products = invariant_projections(
+                model.weights, rows, prompt_tokens, overlap=self._overlap
+            )
+            decode_capacity = self._products.capacity
+            prefill_capacity = self._prompt_products.capacity
+        else:
+            self._products = Projections(model.weights, overlap=self._overlap)
+            self._prompt_products = self._products
+        # One number of warps, where the number of rows would choose it, and of parts of a row.
+        self._norm_warps = norm.row_warps(config.hidden_size) if batch_invariant else None
+        self._sampling_chunks = SAMPLING_CHUNKS if batch_invariant else None
+        self._entries = Entries.allocate(model, decode_capacity)
+        self._decode_space = Activations.allocate(model, decode_capacity)
+        self._prefill_space = Activations.allocate(model, prefill_capacity)
         block_m = prefill_config(model.dtype, config.head_dim).block_m
         # Every row's tokens may end with a tile that is not full.
         max_tiles = max_prefill_tokens // block_m + rows
@@ -225,8 +247,8 @@ class TritonRunner(Runner):
 
     def _reserve_library_memory(self) -> None:
         """Let cuBLAS take its work space now, before the cache takes what is left."""
-        space = self._prefill_space
-        self.projections.qkv(0, space.normed, space.qkv)
+        space = self._prefill_space.first(MAX_PADDED)
+        self._prompt_products.qkv(0, space.normed, space.qkv)
 
     def allocate_cache(self, blocks: int) -> None:
         model, block_size = self.model, self.state.tables.block_size
@@ -239,6 +261,7 @@ class TritonRunner(Runner):
             entries=len(self.state.active),
             slots=blocks * block_size,
             overlap=self._overlap,
+            batch_invariant=self._batch_invariant,
         )
 
     @torch.inference_mode()
@@ -348,6 +371,7 @@ class TritonRunner(Runner):
             fresh=entries.fresh,
             weight=weights.layers[0].input_norm,
             eps=self.model.config.rms_norm_eps,
+            num_warps=self._norm_warps,
             overlap=self._overlap,
         )
 
@@ -360,7 +384,7 @@ class TritonRunner(Runner):
             self._rope_store(space, layer, entries.slots, entries.positions)
             self.attention.decode(plan, space.queries, space.attended, self.cache, layer)
 
-        self._loop(space, attend)
+        self._loop(space, attend, self._products)
         step.end_loop(
             hidden=space.normed,
             gate_weight=weights.exit_gate_weight,
@@ -424,7 +448,13 @@ class TritonRunner(Runner):
         space.normed.copy_(self.model.embed(prompts.tokens))
         for plane in range(self.model.config.loops):
             space.hidden.copy_(space.normed)
-            norm.rms_norm(space.normed, space.hidden, weights.layers[0].input_norm, eps)
+            norm.rms_norm(
+                space.normed,
+                space.hidden,
+                weights.layers[0].input_norm,
+                eps,
+                num_warps=self._norm_warps,
+            )
 
             def attend(layer: int, plane: int = plane) -> None:
                 self._rope_store(space, layer, slots[plane], prompts.positions)
@@ -432,7 +462,7 @@ class TritonRunner(Runner):
                     plan, plane, space.queries, space.attended, self.cache, layer
                 )
 
-            self._loop(space, attend)
+            self._loop(space, attend, self._prompt_products)
             if self.trace is not None:
                 real = prompts.positions >= 0
                 rows = prompts.rows[real]
@@ -457,15 +487,20 @@ class TritonRunner(Runner):
             overlap=self._overlap,
         )
 
-    def _loop(self, space: Activations, attend: Attend) -> None:
+    def _loop(
+        self,
+        space: Activations,
+        attend: Attend,
+        products: Projections | InvariantProjections,
+    ) -> None:
         """All layers once, from ``hidden`` and its first norm; ends with the final norm."""
         weights, eps = self.model.weights, self.model.config.rms_norm_eps
         layers = weights.layers
         following = [*(layer.input_norm for layer in layers[1:]), weights.norm]
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-            self.projections.qkv(index, space.normed, space.qkv)
+            products.qkv(index, space.normed, space.qkv)
             attend(index)
-            update = self.projections.o(index, space.attended.flatten(1), space.projected)
+            update = products.o(index, space.attended.flatten(1), space.projected)
             norm.add_rms_norm(
                 space.hidden,
                 update,
@@ -473,10 +508,11 @@ class TritonRunner(Runner):
                 space.normed,
                 layer.post_norm,
                 eps,
+                num_warps=self._norm_warps,
                 overlap=self._overlap,
             )
-            self.projections.mlp(index, space.normed, space.gate_up, space.mlp)
-            update = self.projections.down(index, space.mlp, space.projected)
+            products.mlp(index, space.normed, space.gate_up, space.mlp)
+            update = products.down(index, space.mlp, space.projected)
             norm.add_rms_norm(
                 space.hidden,
                 update,
@@ -484,13 +520,14 @@ class TritonRunner(Runner):
                 space.normed,
                 next_norm,
                 eps,
+                num_warps=self._norm_warps,
                 overlap=self._overlap,
             )
 
     def _emit(self, entries: Entries, logprobs: bool) -> None:
         """Logits and a sampled token for every row that exits or ends its prompt."""
         state = self.state
-        self.projections.lm_head(entries.exit_hidden, entries.logits, self._exit_count)
+        self._products.lm_head(entries.exit_hidden, entries.logits, self._exit_count)
         sampling.sample(
             entries.tokens,
             entries.logits,
@@ -502,6 +539,7 @@ class TritonRunner(Runner):
             seed=state.seed,
             position=state.generated,
             workspace=self._sampling_space,
+            chunks=self._sampling_chunks,
             overlap=self._overlap,
         )
         if logprobs:

@@ -11,6 +11,7 @@ from ouro_batch.params import SamplingParams
 from ouro_batch.validate.check import Context, Question, Result
 
 THRESHOLDS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)
+QUICK_THRESHOLDS = (0.2, 0.5, 0.9)
 QUICK_QUESTIONS = 60
 Z = 1.959964  # of a two-sided 95% interval
 SLACK = 0.02  # loops that a lower threshold may cost more, since answers then differ
@@ -40,7 +41,8 @@ def check(context: Context) -> Result:
         result.note = "no prompts with a known answer (metadata.answer)"
         return result
     own = context.config.exit_threshold
-    thresholds = sorted({*THRESHOLDS, *([own] if own < 1 else [])})
+    chosen = THRESHOLDS if context.full else QUICK_THRESHOLDS
+    thresholds = sorted({*chosen, *([own] if own < 1 else [])})
     with context.engine(
         dtype="auto",
         attention="auto",

@@ -12,6 +12,7 @@ from ouro_batch.bench.machine import commit, machine, versions
 from ouro_batch.validate import (
     equations,
     history,
+    invariance,
     precision,
     quality,
     replay,
@@ -22,7 +23,7 @@ from ouro_batch.validate.check import Context, Result
 
 CHECKS: dict[str, Callable[[Context], Result]] = {
     module.__name__.rpartition(".")[2]: module.check
-    for module in (equations, history, schedules, replay, resources, precision, quality)
+    for module in (equations, history, schedules, replay, resources, precision, quality, invariance)
 }
 VERDICTS = {True: "passed", False: "FAILED", None: "not run"}
 

@@ -8,8 +8,13 @@ TOKENS = 24  # output tokens of a request at most
 Asked = tuple[list[int], SamplingParams]
 
 
-def mixed(prompts: list[list[int]], loops: int, logprobs: int | None = None) -> list[Asked]:
-    """A request a prompt: fixed depth and live gates, greedy and sampled, bounded, stopped."""
+def mixed(
+    prompts: list[list[int]], loops: int, logprobs: int | None = None, tokens: int = TOKENS
+) -> list[Asked]:
+    """A request a prompt: fixed depth and live gates, greedy and sampled, bounded, stopped.
+
+    ``tokens`` is the longest output.
+    """
     kinds = [
         {"exit_threshold": 0.5},
         {"exit_threshold": 1.0},
@@ -21,9 +26,9 @@ def mixed(prompts: list[list[int]], loops: int, logprobs: int | None = None) -> 
     ]
     asked = []
     for index, prompt in enumerate(prompts):
-        tokens = TOKENS - 5 * (index % 4)
+        most = max(1, tokens - tokens // 5 * (index % 4))
         kind = kinds[index % len(kinds)]
-        asked.append((prompt, SamplingParams(tokens, seed=index, logprobs=logprobs, **kind)))
+        asked.append((prompt, SamplingParams(most, seed=index, logprobs=logprobs, **kind)))
     return asked
 
 

@@ -1,0 +1,113 @@
+"""Check 8: batch invariance, bit for bit, in BF16."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ouro_batch.llm import LLM
+from ouro_batch.params import RequestOutput
+from ouro_batch.validate.check import Context, Result
+from ouro_batch.validate.requests import Asked, mixed
+
+OUTPUT_TOKENS = 12
+LONGEST_PROMPT = 96  # of a request of this check
+# Requests and batchings, and of the requests those that also run alone.
+QUICK = (12, 3, 4)
+FULL_CPU = (200, 6, 20)
+FULL_GPU = (10_000, 20, 50)
+
+
+def check(context: Context) -> Result:
+    """The same requests in other orders, rows, chunks and schedules, arriving at other times."""
+    count, batchings, alone = QUICK
+    if context.full:
+        count, batchings, alone = FULL_GPU if context.device.type == "cuda" else FULL_CPU
+    asked = _requests(context, count)
+    result = Result(
+        "invariance",
+        "Batch invariance: the same bits alone, in any batch, order, schedule and chunks (BF16)",
+        True,
+        {"requests": count, "batchings": batchings + 1},
+        {"requests with other bits": 0},
+    )
+    # The eager runner on a GPU is for checks alone; the one that users run is judged here.
+    attention = context.attentions[0]
+    expected: dict[int, Any] | None = None
+    rows = []
+    for number, options in enumerate(_batchings(batchings, count)):
+        chosen = list(range(alone if options["schedule"] == "serial" else count))
+        draw = random.Random(number)
+        draw.shuffle(chosen)
+        with _engine(context, attention, options) as llm:
+            found = _run(llm, asked, chosen, draw)
+        if expected is None:
+            expected = found
+        differ = [i for i in chosen if found[i] != expected[i]]
+        rows.append(options | {"requests": len(chosen), "differ": len(differ)})
+        result.passed &= not differ
+        if differ and "first" not in result.numbers:
+            result.numbers["first"] = {"batching": number, "request": differ[0]}
+    result.numbers["attention"] = attention
+    result.numbers["by_batching"] = rows
+    return result
+
+
+def _engine(context: Context, attention: str, options: dict[str, Any]):
+    longest = LONGEST_PROMPT + OUTPUT_TOKENS
+    return context.engine(
+        attention=attention,
+        dtype="bfloat16",
+        batch_invariant=True,
+        max_model_len=min(longest, context.config.max_position_embeddings),
+        kv_tokens=longest * options["max_rows"],
+        **options,
+    )
+
+
+def _requests(context: Context, count: int) -> list[Asked]:
+    draw = random.Random(0)
+    longest = min(LONGEST_PROMPT, context.config.max_position_embeddings - OUTPUT_TOKENS)
+    prompts = []
+    for index in range(count):
+        source = context.prompts[index % len(context.prompts)]
+        begin = draw.randrange(len(source))
+        prompts.append(source[begin : begin + draw.randint(1, longest)])
+    return mixed(prompts, context.config.loops, logprobs=2, tokens=OUTPUT_TOKENS)
+
+
+def _batchings(count: int, requests: int) -> list[dict[str, Any]]:
+    """Options of each; the first is the reference, the last runs requests one by one."""
+    draw = random.Random(1)
+    widest = min(256, requests)
+    found = [{"schedule": "refill", "max_rows": widest, "max_batched_tokens": widest + 512}]
+    while len(found) < count:
+        rows = draw.choice([n for n in (2, 3, 7, 24, 64, 100, 129, 200, 256) if n <= widest])
+        found.append(
+            {
+                "schedule": draw.choice(["refill", "refill", "no-refill"]),
+                "max_rows": rows,
+                "max_batched_tokens": rows + draw.choice([1, 5, 17, 64, 300, 2000, 5000]),
+            }
+        )
+    return [*found, {"schedule": "serial", "max_rows": 1, "max_batched_tokens": 1 + 16}]
+
+
+def _run(llm: LLM, asked: list[Asked], chosen: list[int], draw: random.Random) -> dict[int, Any]:
+    """What requests give, by their place in ``asked``; they arrive a few at a time."""
+    found: dict[int, Any] = {}
+    waiting = chosen[::-1]
+    while waiting or llm.has_unfinished:
+        for _ in range(min(len(waiting), draw.choice([0, 1, 3, llm.max_rows, 4 * llm.max_rows]))):
+            index = waiting.pop()
+            prompt, params = asked[index]
+            llm.add_request(prompt, params, index=index)
+        for output in llm.step():
+            found[output.index] = _bits(output)
+    return found
+
+
+def _bits(output: RequestOutput) -> Any:
+    """What must be the same; floats compare as they are."""
+    logprobs = [(entry.logprob, tuple(entry.top)) for entry in output.logprobs]
+    return output.token_ids, output.exit_depths, logprobs

@@ -1,0 +1,255 @@
+"""``validate``: green on what is right, red with the right name on what is broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ouro_batch.engine.kv import BlockManager
+from ouro_batch.model.config import ModelConfig
+from ouro_batch.runner import eager
+from ouro_batch.runner.row_blocks import RowBlocks
+from ouro_batch.runner.state import RowState
+from ouro_batch.validate import quality
+from ouro_batch.validate.check import Context, Question
+from ouro_batch.validate.prompts import random_prompts
+from ouro_batch.validate.record import CHECKS, as_markdown, make_record, run_checks
+
+from .tiny import write_checkpoint
+
+ROOT = Path(__file__).parents[1]
+TINY_OURO = ROOT / "samples" / "tiny-ouro"
+SMALL = [name for name in CHECKS if name != "quality"]
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory) -> Context:
+    folder = write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    config = ModelConfig.from_folder(folder)
+    prompts = random_prompts(config, full=False)
+    return Context(str(folder), folder, config, torch.device("cpu"), False, prompts, [])
+
+
+def verdicts(context: Context, *names: str) -> dict[str, bool | None]:
+    done = run_checks(context, names or SMALL, lambda name, result: None)
+    for result, _ in done:
+        assert not result.note.startswith(("TypeError", "AttributeError", "KeyError")), result
+    return {result.name: result.passed for result, _ in done}
+
+
+def test_every_check_of_a_small_model(context):
+    assert verdicts(context) == dict.fromkeys(SMALL, True)
+
+
+@pytest.mark.slow
+def test_quick_level_on_the_sample_model(tmp_path):
+    """Through the command line, as a user would; its record in both forms."""
+    record = tmp_path / "validation.json"
+    command = [
+        *(sys.executable, "-m", "ouro_batch", "validate", "--model", str(TINY_OURO)),
+        *("--prompts", str(ROOT / "samples" / "prompts.jsonl"), "--output", str(record)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(record.read_bytes())
+    assert found["passed"]
+    assert found["level"] == "quick"
+    assert {check["name"]: check["passed"] for check in found["checks"]} == dict.fromkeys(
+        CHECKS, True
+    )
+    for name in ("machine", "versions", "commit", "date", "command", "model"):
+        assert name in found
+    page = record.with_suffix(".md").read_text()
+    for check in found["checks"]:
+        assert f"## {check['name']}: passed" in page
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert "validation.json exists (--overwrite" in again.stderr
+
+
+def break_norm(patch):
+    """The norm after the MLP is left out."""
+    loop = eager.Ouro._norm
+
+    def skip(self, x: Tensor, weight: Tensor) -> Tensor:
+        skipped = any(weight is layer.post_norm_2 for layer in self.weights.layers)
+        return x if skipped else loop(self, x, weight)
+
+    patch.setattr(eager.Ouro, "_norm", skip)
+
+
+def break_precision_of_products(patch):
+    """TF32 left on: products see 10 bits of each number's fraction."""
+    linear = torch.nn.functional.linear
+
+    def tf32(x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return x
+        return (x.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
+
+    patch.setattr(
+        "ouro_batch.model.ouro.F.linear",
+        lambda x, weight, bias=None: linear(tf32(x), tf32(weight), bias),
+    )
+
+
+def break_plane(patch):
+    """A token that leaves early is seen through the plane before its last."""
+    publish = RowState.publish_last_exited
+
+    def wrong(self, rows: Tensor, planes: Tensor) -> None:
+        last = self.tables.decode_slots.shape[1] - 1
+        publish(self, rows, torch.where(planes < last, (planes - 1).clamp(min=0), planes))
+
+    patch.setattr(RowState, "publish_last_exited", wrong)
+
+
+def break_block(patch):
+    """A block goes back while its tokens are still read, and another request fills it."""
+    trim = BlockManager.trim
+    patch.setattr(
+        BlockManager,
+        "trim",
+        lambda self, owned, slots: trim(self, owned, max(0, slots - self.block_size)),
+    )
+
+
+def break_release(patch):
+    """A block is forgotten each time."""
+    give = BlockManager._give
+    patch.setattr(BlockManager, "_give", lambda self, blocks: give(self, blocks[1:]))
+
+
+def break_seed(patch):
+    """Samples depend on the row that a request happens to have."""
+
+    def sample(self, rows: Tensor, logits: Tensor) -> Tensor:
+        state = self.state
+        return eager.sample(
+            logits,
+            state.temperature[rows],
+            state.top_k[rows],
+            state.top_p[rows],
+            rows,
+            state.generated[rows].long(),
+        )
+
+    patch.setattr(eager.EagerRunner, "_sample", sample)
+
+
+def break_logprobs(patch):
+    """Log-probabilities after the temperature."""
+    whole = eager.log_probabilities
+    patch.setattr(
+        eager, "log_probabilities", lambda logits, tokens, k: whole(logits / 1.01, tokens, k)
+    )
+
+
+def break_rounding(patch):
+    """The residual stream loses two bits more than BF16 does."""
+    norm = eager.Ouro._norm
+
+    def coarse(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = norm(self, x, weight)
+        if y.dtype != torch.bfloat16:
+            return y
+        return (y.float() * 64).round().div(64).to(torch.bfloat16)
+
+    patch.setattr(eager.Ouro, "_norm", coarse)
+
+
+def break_split(patch):
+    """Products of few rows are split in two sums, as where a library fills a GPU with them."""
+    linear = torch.nn.functional.linear
+
+    def split(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        half = x.shape[1] // 2
+        if len(x) > 3 or bias is not None:
+            return linear(x, weight, bias)
+        return linear(x[:, :half], weight[:, :half]) + linear(x[:, half:], weight[:, half:])
+
+    patch.setattr("ouro_batch.model.ouro.F.linear", split)
+    patch.setattr(RowBlocks, "parts", lambda self, count, size=None: [slice(0, count)])
+    patch.setattr(RowBlocks, "_fill", lambda self, x: x)
+
+
+@pytest.mark.parametrize(
+    ("broken", "red", "green"),
+    [
+        (break_norm, "equations", "schedules"),
+        (break_precision_of_products, "equations", "schedules"),
+        (break_plane, "history", "equations"),
+        (break_block, "history", "equations"),
+        (break_seed, "schedules", "equations"),
+        (break_logprobs, "replay", "schedules"),
+        (break_release, "resources", "equations"),
+        (break_rounding, "precision", "equations"),
+        (break_split, "invariance", "equations"),
+    ],
+)
+def test_what_is_broken_turns_its_check_red(context, monkeypatch, broken, red, green):
+    broken(monkeypatch)
+    assert verdicts(context, red, green) == {red: False, green: True}
+
+
+def sample_questions(monkeypatch) -> Context:
+    """Questions that the sample model answers, at one threshold."""
+    monkeypatch.setattr(quality, "QUICK_THRESHOLDS", (0.5,))
+    lines = (ROOT / "samples" / "prompts.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines[::2]]
+    questions = [
+        Question(r.get("prompt") or r["messages"], r["metadata"]["answer"], r["max_tokens"])
+        for r in records
+    ]
+    config = ModelConfig.from_folder(TINY_OURO)
+    device = torch.device("cpu")
+    return Context(str(TINY_OURO), TINY_OURO, config, device, False, [[5]], questions)
+
+
+def test_a_gate_that_leaves_too_early_turns_quality_red(monkeypatch):
+    context = sample_questions(monkeypatch)
+    monkeypatch.setattr(
+        "ouro_batch.intake.Intake.exit_threshold",
+        lambda self, params: 0.0 if params.exit_threshold < 1 else float("inf"),
+    )
+    assert verdicts(context, "quality") == {"quality": False}
+
+
+def test_a_threshold_that_does_not_lower_depth_turns_quality_red(monkeypatch):
+    context = sample_questions(monkeypatch)
+    monkeypatch.setattr(
+        "ouro_batch.intake.Intake.exit_threshold",
+        lambda self, params: 1 - params.exit_threshold if params.exit_threshold < 1 else 0.0,
+    )
+    assert verdicts(context, "quality") == {"quality": False}
+
+
+def test_what_cannot_run_is_said_and_is_no_failure(context):
+    ((result, _),) = run_checks(context, ["quality"], lambda name, result: None)
+    assert result.passed is None
+    assert "metadata.answer" in result.note
+    record = make_record(context, {"name": "tiny"}, "ouro-batch validate", [(result, 0.1)])
+    assert record["passed"]
+    assert "## quality: not run" in as_markdown(record)
+
+
+def test_a_check_that_cannot_run_for_an_error_has_failed(context):
+    gone = replace(context, model="/nowhere")
+    ((result, _),) = run_checks(gone, ["replay"], lambda name, result: None)
+    assert result.passed is False
+    assert "ModelError" in result.note
+    assert "/nowhere" in result.note
+
+
+def test_an_interval_of_paired_answers():
+    low, high = quality.paired_interval([True] * 100, [True] * 100)
+    assert low < 0 < high < 0.03
+    low, high = quality.paired_interval([True] * 100, [False] * 20 + [True] * 80)
+    assert low < -0.2 < high < 0
