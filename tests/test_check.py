@@ -6,9 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
+from typer.testing import CliRunner
+
+from ouro_batch.cli import app
 
 from .test_cli_run import write
 from .test_hub import COMMIT, make_snapshot
@@ -18,13 +22,23 @@ TINY_OURO = Path(__file__).parents[1] / "samples" / "tiny-ouro"
 
 
 def command(*arguments, cwd=None, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "ouro_batch", *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )
+    """The program's status and output; in a process of its own only where variables are set."""
+    arguments = [str(argument) for argument in arguments]
+    if environment:
+        return subprocess.run(
+            [sys.executable, "-m", "ouro_batch", *arguments],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "COLUMNS": "200", **environment},
+        )
+    before = os.getcwd()
+    os.chdir(cwd or before)
+    try:
+        result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    finally:
+        os.chdir(before)
+    return SimpleNamespace(returncode=result.exit_code, stdout=result.stdout, stderr=result.stderr)
 
 
 def check(folder, *arguments, status=0):

@@ -18,7 +18,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["refill", "no-refill"])
+@pytest.mark.parametrize("schedule", ["refill", pytest.param("no-refill", marks=pytest.mark.slow)])
 def test_same_tokens_and_depths_as_the_eager_runner(tmp_path, schedule):
     folder = write_checkpoint(tmp_path)
     results = []
@@ -46,6 +46,7 @@ def test_same_tokens_and_depths_as_the_eager_runner(tmp_path, schedule):
             assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_golden_cases():
     """A live-gate case and one at fixed depth, side by side."""
     oracle = load_oracle("mha-4loop")

@@ -63,7 +63,12 @@ def validate(
     ] = Level.quick,
     only: Annotated[
         list[Check] | None,
-        option(ENGINE, "--only", help="Run this check alone; may be given several times."),
+        option(
+            ENGINE,
+            "--only",
+            help="Run this check alone; may be given several times.",
+            show_default="all",
+        ),
     ] = None,
     output: Annotated[
         Path,
