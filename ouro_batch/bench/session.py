@@ -31,6 +31,12 @@ MEDIANS = (
     "prefill_s",
     "total_s",
 )
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
 COMPARABLE = {
     "schedule": str,
     "attention": str,
@@ -44,6 +50,7 @@ COMPARABLE = {
     "kv_tokens": int,
     "kv_memory": float,
     "gpu_memory_utilization": float,
+    "batch_invariant": _truth,
 }
 
 
@@ -251,7 +258,8 @@ def parse_setting(text: str) -> dict[str, Any]:
         try:
             found[key] = COMPARABLE[key](value)
         except ValueError as error:
-            raise BenchError(f"--compare {text!r}: {value!r} is no number") from error
+            kind = "true or false" if COMPARABLE[key] is _truth else "a number"
+            raise BenchError(f"--compare {text!r}: {value!r} is not {kind}") from error
     if found.get("exit", "fixed") not in ("fixed", "trace"):
         raise BenchError(f"--compare {text!r}: exit is fixed or trace")
     return found

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call; results go to $OUT. Arguments: tests, bench, sanitize.
+# Everything that needs a GPU, in one call; results go to $OUT. Arguments: tests, bench, sanitize,
+# validate (the sample model), large (random weights of Ouro-1.4B's shape), invariant (what batch
+# invariance costs).
 # The package need not be installed: only what its imports need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -21,6 +23,15 @@ for step in "$@"; do
         tests/kernels 2>&1 | tee "$out/sanitize.log" | tail -20 ;;
     bench) timeout 500 python3 -m ouro_batch bench --workload table --output "$out/bench.json" \
         2>&1 | tee "$out/bench.log" | tail -60 ;;
+    validate) timeout 400 python3 -m ouro_batch validate --model samples/tiny-ouro \
+        --prompts samples/eval.jsonl --level full --output "$out/tiny-ouro-h200.json" \
+        2>&1 | tee "$out/validate.log" ;;
+    large) timeout 100 python3 -m tests.gpu.random_checkpoint /tmp/ouro-1.4b-random &&
+        timeout 500 python3 -m ouro_batch validate --model /tmp/ouro-1.4b-random --level full \
+            --output "$out/random-1.4b-h200.json" 2>&1 | tee "$out/large.log" ;;
+    invariant) timeout 300 python3 -m ouro_batch bench --shape ouro-1.4b -w 128x1024/128 \
+        --compare batch-invariant=false batch-invariant=true \
+        --output "$out/batch-invariant.json" 2>&1 | tee "$out/invariant.log" ;;
     *) echo "unknown step $step" ;;
     esac
 done
