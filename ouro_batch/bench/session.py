@@ -31,6 +31,8 @@ MEDIANS = (
     "prefill_s",
     "total_s",
 )
+
+
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(text)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -111,7 +111,7 @@ def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | Non
     if not _can_be_written(record_id):
         raise RecordError("id is nested too deeply to be written back")
     try:
-        record = _record(line, record_id, fields, defaults)
+        record = _record(line, record_id, fields, defaults, format.extra)
         return replace(record, extra=extra) if extra else record
     except RequestError as error:
         raise RecordError(str(error), error.type, record_id) from None
@@ -271,10 +271,16 @@ def _rename_columns(fields: dict[str, Any], format: InputFormat) -> dict[str, An
     return own | renamed
 
 
-def _record(line: Line, record_id: Any, fields: dict[str, Any], defaults: SamplingParams) -> Record:
+def _record(
+    line: Line,
+    record_id: Any,
+    fields: dict[str, Any],
+    defaults: SamplingParams,
+    extra: Sequence[str] = (),
+) -> Record:
     for name in fields:
         if name not in FIELDS:
-            raise RequestError(_unknown_field(name))
+            raise RequestError(_unknown_field(name, (*FIELDS, *extra)))
     # Tables exported to JSON carry null where a column has no value.
     fields = {name: value for name, value in fields.items() if value is not None}
     if ("prompt" in fields) == ("messages" in fields):
@@ -338,9 +344,9 @@ def _check_messages(messages: Any) -> None:
                 raise RequestError(f"messages[{position}] needs {name} as text, got {got}")
 
 
-def _unknown_field(name: str) -> str:
-    nearest = difflib.get_close_matches(name, FIELDS, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else f"; known are {', '.join(FIELDS)}"
+def _unknown_field(name: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else f"; known are {', '.join(known)}"
     return f"unknown field {name!r}{hint}"
 
 

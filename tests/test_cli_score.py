@@ -1,0 +1,165 @@
+"""``ouro-batch score``: given completions and the answers of a run, from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from ouro_batch.cli import app
+from ouro_batch.llm import LLM
+
+from .test_cli_run import write
+from .tiny import write_checkpoint
+
+PROMPTS = [{"id": f"q{i}", "prompt": [1 + i, 2, 3], "metadata": {"i": i}} for i in range(6)]
+SAMPLING = ["--temperature", "0.9", "--exit-threshold", "0.5", "--max-tokens", "9", "--ignore-eos"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "model")
+    write(tmp_path / "in.jsonl", PROMPTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def command(*arguments: str, status: int = 0):
+    result = CliRunner().invoke(app, [*arguments, "-m", "model"])
+    assert result.exit_code == status, (result.stderr, result.exception)
+    return result
+
+
+def read(path: Path | str) -> list[dict]:
+    return [orjson.loads(line) for line in Path(path).read_bytes().splitlines()]
+
+
+def answers() -> list[dict]:
+    command("run", "in.jsonl", "-o", "out", "--token-ids", "--logprobs", "0", "-q", *SAMPLING)
+    return read("out")
+
+
+def test_the_answers_of_a_run_score_as_they_were_made(folder):
+    made = answers()
+    command("score", "in.jsonl", "--answers", "out", "-o", "scores")
+    scores = read("scores")
+    assert [s["id"] for s in scores] == [p["id"] for p in PROMPTS]
+    for score, answer, prompt in zip(scores, made, PROMPTS, strict=True):
+        own = [entry["logprob"] for entry in answer["logprobs"]]
+        assert score["logprobs"] == pytest.approx(own, abs=5e-5)
+        assert score["logprob"] == pytest.approx(sum(own), abs=5e-4)
+        assert score["token_ids"] == answer["token_ids"]
+        assert score["exit_depths"] == answer["exit_depths"]
+        assert score["mean_exit_depth"] == answer["mean_exit_depth"]
+        assert score["usage"] == answer["usage"]
+        assert score["metadata"] == prompt["metadata"]
+
+
+def test_depths_of_the_gate_instead_of_those_given(folder):
+    answers()
+    arguments = ["score", "in.jsonl", "--answers", "out", "--ignore-depths"]
+    command(*arguments, "--exit-threshold", "0", "-o", "shallow")
+    assert {depth for s in read("shallow") for depth in s["exit_depths"][1:]} == {1}
+    command(*arguments, "--exit-threshold", "0", "--min-loops", "2", "-o", "second")
+    assert {depth for s in read("second") for depth in s["exit_depths"][1:]} == {2}
+    command(*arguments, "--exit-threshold", "0.5", "-o", "same")
+    assert [s["exit_depths"] for s in read("same")] == [a["exit_depths"] for a in read("out")]
+
+
+def test_lines_with_their_own_completions(folder):
+    lines = [
+        {"id": "ok", "prompt": [1, 2], "completion": [3, 4, 5]},
+        {"id": "deep", "prompt": [1, 2], "completion": [3, 4, 5], "exit_depths": [3, 3, 3]},
+        {"id": "none", "prompt": [1, 2]},
+        {"id": "empty", "prompt": [1, 2], "completion": []},
+        {"id": "few", "prompt": [1, 2], "completion": [3, 4], "exit_depths": [3]},
+        {"id": "first", "prompt": [1, 2], "completion": [3, 4], "exit_depths": [1, 1]},
+        {"id": "big", "prompt": [1, 2], "completion": [3, 9999]},
+        {"id": "long", "prompt": [1, 2], "completion": [3] * 400},
+        {"id": "odd", "prompt": [1, 2], "completion": [3], "completon": [4]},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + "{broken\n"
+    Path("pairs.jsonl").write_text(text)
+    result = command("score", "pairs.jsonl", status=1)
+    records = [orjson.loads(line) for line in result.stdout.splitlines()]
+    assert [r["id"] for r in records] == [*(line["id"] for line in lines), None]
+    assert len(records[0]["logprobs"]) == 3
+    assert records[1]["exit_depths"] == [3, 3, 3]
+    messages = [r.get("error", {}).get("message", "") for r in records]
+    for message, words in zip(
+        messages[2:],
+        [
+            "needs completion",
+            "at least one",
+            "1 exit_depths for 2 completion tokens",
+            "exit_depths[0] is 1",
+            "9999",
+            "more than",
+            "did you mean 'completion'",
+            "not valid JSON",
+        ],
+        strict=True,
+    ):
+        assert words in message
+    assert "2 of 10 records scored" in result.stderr
+
+
+def test_a_score_that_was_interrupted_goes_on(folder, monkeypatch):
+    answers()
+    arguments = ["score", "in.jsonl", "--answers", "out", "-o", "scores"]
+    score, calls = LLM.score, []
+
+    def interrupted(self, *given, **named):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return score(self, *given, **named)
+
+    monkeypatch.setattr(LLM, "score", interrupted)
+    result = command(*arguments, status=130)
+    assert "3 records are in" in result.stderr
+    assert not Path("scores").exists()
+    command(*arguments)
+    assert len(calls) == 4 + 3
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    command(*arguments[:-1], "again")
+    assert read("scores") == read("again")
+    command(*arguments, status=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        (lambda lines: lines[::-1], 3, "must be the output of the same inputs, in their order"),
+        (lambda lines: lines[:4], 1, "4 of 6 records scored"),
+        (lambda lines: [b"x", *lines[1:]], 3, "line 1 is not JSON"),
+        (lambda lines: [b"[]", *lines[1:]], 3, "line 1 is no output record"),
+    ],
+)
+def test_answers_that_are_not_those_of_the_input(folder, change, status, words):
+    answers()
+    lines = Path("out").read_bytes().splitlines()
+    Path("out").write_bytes(b"\n".join(change(lines)) + b"\n")
+    result = command("score", "in.jsonl", "--answers", "out", "-o", "scores", status=status)
+    assert words in result.stderr
+
+
+def test_answers_without_token_ids(folder):
+    command("run", "in.jsonl", "-o", "out", "-q", *SAMPLING)
+    result = command("score", "in.jsonl", "--answers", "out", status=1)
+    assert {orjson.loads(line)["error"]["type"] for line in result.stdout.splitlines()} == {
+        "no_answer"
+    }
+    assert "--token-ids" in result.stdout
+
+
+def test_wrong_use(folder):
+    assert "give --answers too" in command("score", "in.jsonl", "--format", "text", status=2).stderr
+    assert "nowhere" in command("score", "nowhere", status=2).stderr
+    assert "min_loops" in command("score", "in.jsonl", "--min-loops", "0", status=2).stderr
+    write(folder / "there", [])
+    assert "--overwrite" in command("score", "in.jsonl", "-o", "there", status=2).stderr
