@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from ouro_batch import LLM
+from ouro_batch.validate.check import traced
 from ouro_batch.validate.dense import DenseModel
 
 from .conftest import ORACLE, ORACLE_NAMES, load_oracle
@@ -47,6 +49,28 @@ def test_the_released_codes_errors_in_bf16():
         assert logits == pytest.approx(expected["logit_rms"], rel=0.03)
         assert hidden == pytest.approx(expected["hidden_rms"], rel=0.03)
         assert expected["gate_max_abs"] / 2 < gate < expected["gate_max_abs"] * 2
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_engine_in_bf16_is_as_near_to_fp32_as_the_released_code(batch_invariant):
+    """Against golden FP32 states and the errors that the released code's BF16 had on them."""
+    check_engine_errors("cpu", "torch", batch_invariant)
+
+
+def check_engine_errors(device: str, attention: str, batch_invariant: bool) -> None:
+    folder, tensors = ORACLE / "bf16-192", load_oracle("bf16-192").tensors
+    golden = json.loads((folder / "bf16_error.json").read_text())
+    options = {"device": device, "attention": attention, "batch_invariant": batch_invariant}
+    with LLM(folder, dtype="bfloat16", max_rows=2, max_model_len=256, **options) as llm:
+        _, (states,) = traced(llm, [tensors["dense_ids"].tolist()], 1)
+        model = llm.engine.runner.model
+        for loop, expected in enumerate(golden):
+            with torch.inference_mode():
+                logits = model.logits(states[loop].to(torch.bfloat16)).cpu()
+            hidden_error = rms(states[loop].cpu() - tensors["dense_hidden"][loop])
+            logit_error = rms(logits - tensors["dense_logits"][loop])
+            assert hidden_error <= 1.1 * expected["hidden_rms"]
+            assert logit_error <= 1.1 * expected["logit_rms"]
 
 
 def rms(x: torch.Tensor) -> float:

@@ -253,3 +253,12 @@ def test_an_interval_of_paired_answers():
     assert low < 0 < high < 0.03
     low, high = quality.paired_interval([True] * 100, [False] * 20 + [True] * 80)
     assert low < -0.2 < high < 0
+
+
+def test_the_page_says_what_the_records_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from make_validation import TARGET, reference
+
+    assert TARGET.read_text() == reference(), (
+        "docs/validation.md is old: python docs/make_validation.py"
+    )

@@ -16,6 +16,7 @@ from ouro_batch.validate.check import Context
 from ouro_batch.validate.prompts import random_prompts
 from ouro_batch.validate.record import CHECKS, run_checks
 
+from ..test_dense import check_engine_errors
 from ..test_first_run import SAMPLES
 
 pytestmark = [
@@ -41,6 +42,11 @@ def passed(context: Context, name: str) -> bool | None:
 @pytest.mark.parametrize("name", [name for name in CHECKS if name != "quality"])
 def test_every_check(context, name):
     assert passed(context, name) is True
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_bf16_errors_of_the_golden_data(batch_invariant):
+    check_engine_errors("cuda", "triton", batch_invariant)
 
 
 def test_tf32_turns_equations_red(context, monkeypatch):

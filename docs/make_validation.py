@@ -1,0 +1,185 @@
+"""Writes docs/validation.md from the records beside it: ``python docs/make_validation.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TARGET = HERE / "validation.md"
+HEAD = """# Validation
+
+Made from the records in [docs/validation](validation/) by `python docs/make_validation.py`; a test keeps both equal. A record is what `ouro-batch validate` writes, JSON and Markdown: every number, limit, version, the machine and the commit.
+
+**No released weights were available where this was made.** The model's equations are checked against golden data that the released modeling code produced with random weights (`tests/data/oracle`), the engine against independent references, and quality on `samples/tiny-ouro`, which the project trained. To check a released checkpoint on your own machine:
+
+```sh
+ouro-batch validate --model ByteDance/Ouro-1.4B --prompts your-prompts.jsonl --level full
+```
+
+Prompts with `metadata.answer` are asked at full depth and over a sweep of thresholds; any prompts make the BF16 check one of your own text.
+
+## What each check says
+
+| check | passes where |
+|---|---|
+| equations | every loop's hidden states, gate logits and logits, in prefill and decode, are within 1e-4 of the largest value of a dense reference (FP64 where it fits) that shares no code with the engine; the likeliest token is the same |
+| history | tokens, depths and every plane of keys and values are those of a serial oracle in FP64 that copies them, with neighbours of other depths, exits on block and chunk borders, an aborted neighbour and blocks that change hands |
+| schedules | serial, refill and no-refill with every attention give the same tokens and depths in FP32 |
+| replay | one depth-masked pass over each finished generation gives its log-probabilities (to 1e-3), tokens and depths again |
+| resources | all blocks are free after success, abort and a failing device, and the device's memory is back |
+| precision | loop by loop, the engine's BF16 is at most 1.1 times as far from FP32 as the released code's own BF16: RMS of hidden states, gate and logits, and the share of exit decisions that differ over 19 thresholds |
+| quality | the checkpoint's own threshold loses no answers beyond chance (95%, paired), and lower thresholds lower the depth |
+| invariance | with batch invariance, in BF16, tokens, depths and log-probabilities have the same bits alone and in every batch, order, schedule and chunking |
+
+Each check is broken on purpose in `tests/test_validate.py` (and, where it takes a GPU, in `tests/gpu/test_validate_gpu.py`): a skipped norm, TF32, a wrong plane, a block that is given away too early, seeds that depend on the row, scaled log-probabilities, a forgotten block, a coarser residual, a gate that leaves too early, products whose split depends on the batch. The right check turns red each time.
+"""  # noqa: E501
+VERDICTS = {True: "passed", False: "**failed**", None: "not run"}
+
+
+def reference() -> str:
+    """The whole page."""
+    records = sorted((HERE / "validation").glob("*.json"))
+    return "\n".join([HEAD, *(_section(path) for path in records)])
+
+
+def _section(path: Path) -> str:
+    record = json.loads(path.read_bytes())
+    machine, versions = record["machine"], record["versions"]
+    where = machine["gpu"]["name"] if machine["gpu"] else f"CPU ({machine['cpu']})"
+    lines = [
+        f"## {record['model']['name']}, {where}, level {record['level']}",
+        "",
+        f"`{record['command']}`, commit {record['commit']}, {record['date'][:10]}, torch"
+        f" {versions['torch']}, Triton {versions['triton']}, Python {versions['python']};"
+        f" record: [{path.name}](validation/{path.name}).",
+        "",
+        "| check | verdict | found | seconds |",
+        "|---|---|---|---|",
+    ]
+    for check in record["checks"]:
+        found = check["note"] if check["passed"] is None else FOUND[check["name"]](check["numbers"])
+        verdict = VERDICTS[check["passed"]]
+        lines.append(f"| {check['name']} | {verdict} | {found} | {check['seconds']:.1f} |")
+    return "\n".join([*lines, ""])
+
+
+def _attentions(numbers: dict[str, Any]) -> dict[str, Any]:
+    return {name: numbers[name] for name in ("triton", "torch") if name in numbers}
+
+
+def _each(numbers: dict[str, Any], words) -> str:
+    found = _attentions(numbers)
+    return "; ".join(
+        f"{name}: {words(value)}" if len(found) > 1 else words(value)
+        for name, value in found.items()
+    )
+
+
+def _equations(numbers: dict[str, Any]) -> str:
+    def words(loops: list[dict[str, Any]]) -> str:
+        parts = []
+        for part in ("hidden", "gate", "logits"):
+            worst = max(loop[part]["max"] / loop[part]["scale"] for loop in loops)
+            largest = max(loop[part]["max"] for loop in loops)
+            parts.append(f"{part} {worst:.1e} of the largest value ({largest:.1e} absolute)")
+        top = min(loop["top1"] for loop in loops)
+        return f"{', '.join(parts)}; likeliest token the same in {top:.2%}"
+
+    return f"{numbers['tokens']:,} tokens against {numbers['reference']}: " + _each(
+        numbers["loops"], words
+    )
+
+
+def _history(numbers: dict[str, Any]) -> str:
+    return _each(
+        numbers,
+        lambda n: (
+            f"{n['requests']} requests, {n['tokens_compared']} tokens, {n['differ']} differ;"
+            f" planes off by at most {n['plane_error']:.1e} of the largest value"
+        ),
+    )
+
+
+def _schedules(numbers: dict[str, Any]) -> str:
+    runs = {name: run for name, run in numbers.items() if isinstance(run, dict)}
+    differ = sum(run["differ"] for run in runs.values())
+    rounding = sum(run["decided_by_rounding"] for run in runs.values())
+    return (
+        f"{numbers['requests']} requests, {numbers['tokens']:,} tokens, {1 + len(runs)}"
+        f" configurations: {differ} differ, {rounding} decided by rounding"
+    )
+
+
+def _replay(numbers: dict[str, Any]) -> str:
+    return _each(
+        numbers,
+        lambda n: (
+            f"{n['tokens_compared']:,} tokens: log-probabilities off by at most"
+            f" {n['logprob_error']:.1e}, {n['tokens']} tokens and {n['depths']} depths differ"
+        ),
+    )
+
+
+def _resources(numbers: dict[str, Any]) -> str:
+    return _each(
+        numbers,
+        lambda n: (
+            f"blocks in use {n['blocks_after_success']}, {n['blocks_after_abort']},"
+            f" {n['blocks_after_failure']} of {n['blocks']}; {n['device_bytes_kept']:,} bytes kept"
+        ),
+    )
+
+
+def _precision(numbers: dict[str, Any]) -> str:
+    def words(found: dict[str, Any]) -> str:
+        ratios = []
+        for part in ("hidden", "gate", "logits"):
+            values = [loop[part]["ratio"] for loop in found["loops"]]
+            ratios.append(f"{part} {min(values):.2f} to {max(values):.2f}")
+        share = found["exits_that_differ"]
+        return (
+            f"{', '.join(ratios)} times the released code's error; exit decisions that differ"
+            f" {share['engine']:.3%} (released code {share['released']:.3%})"
+        )
+
+    return f"{numbers['tokens']:,} tokens: " + _each(numbers, words)
+
+
+def _quality(numbers: dict[str, Any]) -> str:
+    full = numbers["full_depth"]
+    rows = [
+        f"{row['accuracy']:.1%} at threshold {row['threshold']} (mean depth"
+        f" {row['mean_depth']:.2f}, difference {row['interval'][0]:+.1%} to"
+        f" {row['interval'][1]:+.1%})"
+        for row in numbers["sweep"]
+    ]
+    return (
+        f"{numbers['questions']:,} questions, {full['accuracy']:.1%} at full depth; "
+        + "; ".join(rows)
+    )
+
+
+def _invariance(numbers: dict[str, Any]) -> str:
+    differ = sum(row["differ"] for row in numbers["by_batching"])
+    return (
+        f"{numbers['requests']:,} requests in {numbers['batchings']} batchings"
+        f" ({numbers['attention']}): {differ} with other bits"
+    )
+
+
+FOUND = {
+    "equations": _equations,
+    "history": _history,
+    "schedules": _schedules,
+    "replay": _replay,
+    "resources": _resources,
+    "precision": _precision,
+    "quality": _quality,
+    "invariance": _invariance,
+}
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference())
