@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from ouro_batch.kernels.overlap import can_overlap
 from ouro_batch.kernels.prefill_attention import prefill_config
 from ouro_batch.memory import upload
 from ouro_batch.model.ouro import Ouro
-from ouro_batch.params import MAX_LOGPROBS, TokenLogprobs
+from ouro_batch.params import MAX_LOGPROBS
 from ouro_batch.runner.base import (
     MAX_STOP_IDS,
     PrefillChunk,
@@ -30,145 +29,20 @@ from ouro_batch.runner.base import (
     Runner,
     StepPlan,
     StepResult,
-    TokenEvent,
 )
 from ouro_batch.runner.graphs import StepGraphs, bucket_sizes
 from ouro_batch.runner.invariant import InvariantProjections, invariant_projections
 from ouro_batch.runner.projections import Projections
 from ouro_batch.runner.prompts import MAX_PADDED, PromptBuffer
+from ouro_batch.runner.results import PinnedResults
 from ouro_batch.runner.state import RowState
+from ouro_batch.runner.work_space import Activations, Entries
 
 # Parts of a row of logits that are sampled side by side, where batch invariance is asked for.
 SAMPLING_CHUNKS = 4
 
 # Called with a layer: from ``qkv`` to ``attended``, keys and values being stored on the way.
 Attend = Callable[[int], None]
-
-
-@dataclass
-class Activations:
-    """Work space of T tokens; ``first(n)`` is the same for the first n of them."""
-
-    hidden: Tensor  # [T, hidden], the residual stream
-    normed: Tensor  # [T, hidden], its norm; after a loop, the loop's output
-    qkv: Tensor  # [T, (H + 2G) * D]
-    queries: Tensor  # [T, H, D]
-    attended: Tensor  # [T, H, D]
-    projected: Tensor  # [T, hidden]
-    gate_up: Tensor  # [T, 2I]
-    mlp: Tensor  # [T, I]
-
-    @classmethod
-    def allocate(cls, model: Ouro, tokens: int) -> Activations:
-        c = model.config
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty((tokens, *shape), dtype=model.dtype, device=model.device)
-
-        return cls(
-            hidden=empty(c.hidden_size),
-            normed=empty(c.hidden_size),
-            qkv=empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim),
-            queries=empty(c.num_heads, c.head_dim),
-            attended=empty(c.num_heads, c.head_dim),
-            projected=empty(c.hidden_size),
-            gate_up=empty(2 * c.intermediate_size),
-            mlp=empty(c.intermediate_size),
-        )
-
-    def first(self, tokens: int) -> Activations:
-        return Activations(**{name: tensor[:tokens] for name, tensor in vars(self).items()})
-
-
-@dataclass
-class Entries:
-    """The compacted rows of a decode loop step (M entries), and those of them that exit."""
-
-    rows: Tensor  # int32 [M]
-    planes: Tensor  # int32 [M]
-    positions: Tensor  # int32 [M]
-    contexts: Tensor  # int32 [M]
-    slots: Tensor  # int32 [M], -1 where unused
-    fresh: Tensor  # uint8 [M]
-    exits: Tensor  # int32 [M]
-    exit_rows: Tensor  # int32 [M]
-    exit_hidden: Tensor  # [M, hidden]
-    logits: Tensor  # [M, V]
-    tokens: Tensor  # int32 [M]
-
-    @classmethod
-    def allocate(cls, model: Ouro, entries: int) -> Entries:
-        def int32(dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(entries, dtype=dtype, device=model.device)
-
-        def empty(width: int) -> Tensor:
-            return torch.empty((entries, width), dtype=model.dtype, device=model.device)
-
-        return cls(
-            rows=int32(),
-            planes=int32(),
-            positions=int32(),
-            contexts=int32(),
-            slots=int32(),
-            fresh=int32(torch.uint8),
-            exits=int32(),
-            exit_rows=int32(),
-            exit_hidden=empty(model.config.hidden_size),
-            logits=empty(model.config.vocab_size),
-            tokens=int32(),
-        )
-
-    def first(self, entries: int) -> Entries:
-        return Entries(**{name: tensor[:entries] for name, tensor in vars(self).items()})
-
-
-class _PinnedResults:
-    """One step's results on their way to the host."""
-
-    def __init__(self, device: torch.device, rows: int):
-        on_gpu = device.type == "cuda"
-        self.values = torch.zeros(3 * rows + 1, dtype=torch.int32, pin_memory=on_gpu)
-        self.logprobs = torch.zeros(
-            rows, 1 + 2 * MAX_LOGPROBS, dtype=torch.int32, pin_memory=on_gpu
-        )
-        self.wanted: dict[int, int] = {}  # likeliest tokens by row
-        self.arrived = torch.cuda.Event() if on_gpu else None
-
-    def fetch(self, results: Tensor, logprobs: Tensor, wanted: dict[int, int]) -> None:
-        """``wanted`` names the rows whose ``logprobs`` are to come too."""
-        self.values.copy_(results, non_blocking=True)
-        self.wanted = wanted
-        if wanted:
-            self.logprobs.copy_(logprobs, non_blocking=True)
-        if self.arrived is not None:
-            self.arrived.record()
-
-    def read(self) -> StepResult:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        *table, rows_run = self.values.tolist()
-        rows = len(table) // 3
-        events = [
-            TokenEvent(
-                row,
-                table[row],
-                table[rows + row],
-                bool(table[2 * rows + row]),
-                self._logprobs(row),
-            )
-            for row in range(rows)
-            if table[row] >= 0
-        ]
-        return StepResult(events, rows_run)
-
-    def _logprobs(self, row: int) -> TokenLogprobs | None:
-        k = self.wanted.get(row)
-        if k is None:
-            return None
-        words = self.logprobs[row]
-        chosen, *top = words[: 1 + k].view(torch.float32).tolist()
-        ids = words[1 + MAX_LOGPROBS :][:k].tolist()
-        return TokenLogprobs(chosen, list(zip(ids, top, strict=True)))
 
 
 class TritonRunner(Runner):
@@ -239,8 +113,8 @@ class TritonRunner(Runner):
         self._buckets = bucket_sizes(rows)
         self._decode_graphs = StepGraphs(self._decode, device)
         self._prefill_graphs = StepGraphs(self._prefill_loops, device)
-        self._spare = deque(_PinnedResults(device, rows) for _ in range(3))
-        self._launched: deque[_PinnedResults] = deque()
+        self._spare = deque(PinnedResults(device, rows) for _ in range(3))
+        self._launched: deque[PinnedResults] = deque()
 
         if device.type == "cuda":
             self._reserve_library_memory()
