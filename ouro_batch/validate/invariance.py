@@ -14,7 +14,7 @@ OUTPUT_TOKENS = 12
 LONGEST_PROMPT = 96  # of a request of this check
 # Requests and batchings, and of the requests those that also run alone.
 QUICK = (12, 3, 4)
-FULL_CPU = (200, 6, 20)
+FULL_CPU = (48, 5, 12)
 FULL_GPU = (10_000, 20, 50)
 
 
