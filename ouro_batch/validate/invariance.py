@@ -13,7 +13,7 @@ from ouro_batch.validate.requests import Asked, mixed
 OUTPUT_TOKENS = 12
 LONGEST_PROMPT = 96  # of a request of this check
 # Requests and batchings, and of the requests those that also run alone.
-QUICK = (12, 3, 4)
+QUICK = (8, 2, 3)
 FULL_CPU = (48, 5, 12)
 FULL_GPU = (10_000, 20, 50)
 
