@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ class FakeRequest:
 
 
 class FakeLLM:
-    """Tokens are code points; the prompt "refuse me" is refused.
+    """Tokens are code points; the prompt "refuse me" is refused, unless REFUSE=nothing is set.
 
     The model's name chooses what goes wrong: "missing" cannot be loaded, "no-device" has no
     device, "breaks" stops at its fourth step, "slow" sleeps for 20 ms in each.
@@ -74,7 +75,7 @@ class FakeLLM:
         return [ord(letter) for letter in prompt] if isinstance(prompt, str) else prompt
 
     def add_request(self, prompt, params, *, index=0, sample=0, too_long="error"):
-        if prompt == self.encode("refuse me"):
+        if prompt == self.encode("refuse me") and os.environ.get("REFUSE") != "nothing":
             raise RequestError("the prompt needs 9,999 tokens of cache", "too_long")
         answer = [ord(letter) for letter in "".join(map(chr, prompt)).upper()]
         if sample:

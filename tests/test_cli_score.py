@@ -136,6 +136,8 @@ def test_a_score_that_was_interrupted_goes_on(folder, monkeypatch):
     [
         (lambda lines: lines[::-1], 3, "must be the output of the same inputs, in their order"),
         (lambda lines: lines[:4], 1, "4 of 6 records scored"),
+        (lambda lines: [*lines, lines[-1]], 3, "the answers go on where the input has ended"),
+        (lambda lines: [lines[0].replace(b'"q0"', b'"q9"'), *lines[1:]], 3, "has id 'q0'"),
         (lambda lines: [b"x", *lines[1:]], 3, "line 1 is not JSON"),
         (lambda lines: [b"[]", *lines[1:]], 3, "line 1 is no output record"),
     ],
@@ -163,3 +165,39 @@ def test_wrong_use(folder):
     assert "min_loops" in command("score", "in.jsonl", "--min-loops", "0", status=2).stderr
     write(folder / "there", [])
     assert "--overwrite" in command("score", "in.jsonl", "-o", "there", status=2).stderr
+
+
+def test_the_answer_to_a_prompt_that_was_cut(folder):
+    arguments = ["--max-model-len", "12", "--on-too-long", "truncate-left", "--token-ids", "-q"]
+    write(folder / "in.jsonl", [{"prompt": [5] * 40}, {"prompt": [6]}])
+    command("run", "in.jsonl", "-o", "out", *arguments, "--max-tokens", "4")
+    result = command("score", "in.jsonl", "--answers", "out", status=1)
+    first, second = map(orjson.loads, result.stdout.splitlines())
+    assert first["error"]["type"] == "truncated"
+    assert len(second["logprobs"]) == len(second["token_ids"])
+
+
+def test_an_openai_line_is_no_line_to_score(folder):
+    body = {"prompt": "x", "model": "m"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    write(folder / "in.jsonl", [line | {"completion": [3]}])
+    result = command("score", "in.jsonl", status=1)
+    assert "OpenAI" in orjson.loads(result.stdout)["error"]["message"]
+
+
+def test_another_field_is_noticed_when_a_score_goes_on(folder, monkeypatch):
+    lines = [{"a": [1, 2], "b": [3], "completion": [4]} for _ in range(3)]
+    write(folder / "in.jsonl", lines)
+    score = LLM.score
+    calls = []
+
+    def interrupted(self, *given, **named):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return score(self, *given, **named)
+
+    monkeypatch.setattr(LLM, "score", interrupted)
+    command("score", "in.jsonl", "--prompt-field", "a", "-o", "scores", status=130)
+    result = command("score", "in.jsonl", "--prompt-field", "b", "-o", "scores", status=2)
+    assert "prompt_field was a and is b" in result.stderr

@@ -29,7 +29,7 @@ class ListWriter:
     def holds(self, index):
         return False
 
-    def kept(self, line, input_hash, sample=0):
+    def kept(self, line, input_hash, sample=0, id=None):
         return None
 
     def write(self, record, input_hash):

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from ouro_batch.cli import app
 from ouro_batch.engine.kv import BlockManager
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.runner import eager
@@ -236,7 +238,9 @@ def test_what_cannot_run_is_said_and_is_no_failure(context):
     assert result.passed is None
     assert "metadata.answer" in result.note
     record = make_record(context, {"name": "tiny"}, "ouro-batch validate", [(result, 0.1)])
-    assert record["passed"]
+    assert not record["passed"]  # nothing was checked
+    done = run_checks(context, ["quality", "resources"], lambda name, result: None)
+    assert make_record(context, {"name": "tiny"}, "ouro-batch validate", done)["passed"]
     assert "## quality: not run" in as_markdown(record)
 
 
@@ -262,3 +266,36 @@ def test_the_page_says_what_the_records_say(monkeypatch):
     assert TARGET.read_text() == reference(), (
         "docs/validation.md is old: python docs/make_validation.py"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["-o", ""], 2, "the name of a file to write is empty"),
+        (["-o", "."], 2, "it is a folder"),
+        (["-o", "nowhere/v.json"], 2, "there is no folder"),
+        (["-o", "v.md"], 2, "cannot be .md"),
+        (["--prompts", "p.json", "-o", "p.json", "--overwrite"], 2, "is an input too"),
+        (["--prompts", "p.md", "-o", "p.json", "--overwrite"], 2, "is an input too"),
+        (["--prompts", "p.json", "-o", "v.json"], 3, "p.json, line 1: "),
+        (["--prompts", "bad.json", "-o", "v.json"], 3, "bad.json, line 1: the line is not valid"),
+        (["--prompts", "empty.json", "-o", "v.json"], 3, "empty.json has no prompts"),
+    ],
+)
+def test_wrong_use(tmp_path, monkeypatch, arguments, status, words):
+    long = {"prompt": "1 + 1 =", "max_tokens": 9999, "metadata": {"answer": "2"}}
+    for name, text in (
+        ("p.json", json.dumps(long)),
+        ("p.md", "{}"),
+        ("bad.json", "{"),
+        ("empty.json", ""),
+    ):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    result = CliRunner().invoke(
+        app, ["validate", "-m", str(TINY_OURO), "--only", "quality", *arguments]
+    )
+    assert result.exit_code == status, result.stderr
+    assert words in result.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

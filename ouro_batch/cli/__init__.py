@@ -47,7 +47,8 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
+    # Not OURO_BATCH_VERSION in the environment, which people name a pin of theirs.
+    print_version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
@@ -57,6 +58,13 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit with its status."""
+    _fill_standard_files()
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            print(f"error: argument {argument!a} is not UTF-8", file=sys.stderr)
+            sys.exit(ExitStatus.USAGE)
     try:
         app(prog_name="ouro-batch")
     except Exception:
@@ -67,8 +75,22 @@ def main() -> None:
         _settle_stdout()
 
 
+def _fill_standard_files() -> None:
+    """Keep the numbers of standard files that are closed from the files of a job.
+
+    What is opened there fails as a closed file does.
+    """
+    for number, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)  # the lowest number that is free
+
+
 def _settle_stdout() -> None:
     """Python flushes standard output once more at exit, and complains where it was closed."""
+    if sys.stdout is None:
+        return
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -167,6 +167,9 @@ def score(
                         "dtype": about["dtype"],
                         "loops": about["loops"],
                         "depths": "ignored" if ignore_depths else "given",
+                        "format": format.value,
+                        "prompt_field": prompt_field,
+                        "id_field": id_field,
                         **settings,
                     }
                 )

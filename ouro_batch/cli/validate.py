@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from enum import Enum
@@ -21,6 +22,7 @@ from ouro_batch.errors import EngineError, ModelError, RequestError
 from ouro_batch.jobs.batch import ExitStatus
 from ouro_batch.jobs.errors import FileError, UsageError
 from ouro_batch.jobs.reader import check_inputs
+from ouro_batch.jobs.writer import check_apart, check_writable, is_stream, write_atomically
 
 if TYPE_CHECKING:
     from ouro_batch.validate.check import Result
@@ -71,7 +73,7 @@ def validate(
         ),
     ] = None,
     output: Annotated[
-        Path,
+        str,
         option(
             FILES,
             "--output",
@@ -79,20 +81,19 @@ def validate(
             metavar="FILE",
             help="Where the record goes, as JSON; beside it, as Markdown, with the suffix .md.",
         ),
-    ] = Path("validation.json"),
+    ] = "validation.json",
     overwrite: Overwrite = False,
     device: Device = "auto",
     config: Config = None,
 ) -> None:
     """Check this checkpoint on this machine: equations, history, schedules, BF16, quality.
 
-    Exit status: 0 no check failed, 1 one did, 2 wrong use, 3 a file, the model or the device could
-    not be used.
+    Exit status: 0 no check failed, 1 one did or none could run, 2 wrong use, 3 a file, the model
+    or the device could not be used.
     """
     messages = Console(stderr=True, highlight=False)
-    markdown = output.with_suffix(".md")
     try:
-        _check_output(output, markdown, overwrite)
+        markdown = _check_output(output, prompts, overwrite)
         if prompts is not None:
             check_inputs([prompts], text=False)
         record = _run(
@@ -100,14 +101,15 @@ def validate(
             revision,
             prompts,
             full=level is Level.full,
-            names=[check.value for check in (only or Check)],
+            names=list(dict.fromkeys(check.value for check in (only or Check))),
             device=device,
             console=messages,
         )
         from ouro_batch.validate.record import as_markdown
 
-        output.write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
-        markdown.write_text(as_markdown(record), encoding="utf-8")
+        text = orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        write_atomically(Path(os.path.realpath(output)), [text])
+        write_atomically(Path(os.path.realpath(markdown)), [as_markdown(record).encode()])
     except (UsageError, RequestError) as error:
         messages.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
         raise typer.Exit(ExitStatus.USAGE) from None
@@ -117,7 +119,10 @@ def validate(
     except KeyboardInterrupt:
         messages.print(Text("interrupted; no record was written", "bold yellow"))
         raise typer.Exit(ExitStatus.INTERRUPTED) from None
-    words = "no check failed" if record["passed"] else "a check FAILED"
+    failed = any(check["passed"] is False for check in record["checks"])
+    words = "no check failed" if record["passed"] else "nothing could be checked"
+    if failed:
+        words = "a check FAILED"
     messages.print(
         Text.assemble(
             (words, "bold green" if record["passed"] else "bold red"),
@@ -128,16 +133,21 @@ def validate(
     raise typer.Exit(ExitStatus.DONE if record["passed"] else ExitStatus.SOME_FAILED)
 
 
-def _check_output(output: Path, markdown: Path, overwrite: bool) -> None:
-    if markdown == output:
+def _check_output(output: str, prompts: str | None, overwrite: bool) -> str:
+    """Where the Markdown goes; UsageError where either cannot be written."""
+    check_writable(output)
+    stem, suffix = os.path.splitext(output)
+    markdown = f"{stem}.md"
+    if suffix == ".md":
         raise UsageError(f"--output {output} is the JSON record: its suffix cannot be .md")
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {output}: {output.parent} is no folder")
     for path in (output, markdown):
-        if path.is_dir():
-            raise UsageError(f"--output {output}: {path} is a folder")
-        if path.exists() and not overwrite:
+        check_writable(path)
+        check_apart([] if prompts is None else [prompts], path, None)
+        if os.path.exists(path) and not overwrite:
             raise UsageError(f"{path} exists (--overwrite replaces it, --output names another)")
+        if is_stream(path):
+            raise UsageError(f"cannot write {path}: it is no file")
+    return markdown
 
 
 def _run(

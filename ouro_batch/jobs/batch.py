@@ -247,7 +247,10 @@ class _Batch:
         )
         path = Path(self._statistics or "").resolve()
         try:
-            write_atomically(path, [text, b"\n"])
+            if is_stream(str(path)):
+                path.write_bytes(text + b"\n")
+            else:
+                write_atomically(path, [text, b"\n"])
         except OSError as error:
             raise FileError(
                 f"writing {path} failed: {error.strerror} (the records are complete)"

@@ -161,7 +161,7 @@ class Job:
         queued: list[int] = []
         try:
             for sample in range(record.params.n):
-                kept = self._keep(line, line_hash, sample)
+                kept = self._keep(line, line_hash, sample, record.id)
                 if kept is not None:
                     if "error" in kept:  # which is that of all samples
                         break
@@ -183,9 +183,11 @@ class Job:
             self._fail(line, wrong, line_hash)
         return record.params.n
 
-    def _keep(self, line: Line, line_hash: int, sample: int = 0) -> dict[str, Any] | None:
+    def _keep(
+        self, line: Line, line_hash: int, sample: int = 0, id: Any = None
+    ) -> dict[str, Any] | None:
         """Count what an earlier run has made of a line's sample; None where it has not."""
-        kept = self._writer.kept(line, line_hash, sample)
+        kept = self._writer.kept(line, line_hash, sample, id)
         if kept is not None:
             self.counts.add_record(kept)
         return kept

@@ -105,8 +105,9 @@ def asked(fields: Mapping[str, Any], n: int) -> dict[str, Any]:
     """What ``OutputForm`` must know of a line, to stand in its records under ``openai``."""
     body = fields.get("body")
     model = body.get("model") if isinstance(body, dict) else None
+    url = fields.get("url")
     return {
-        "url": fields.get("url"),
+        "url": url if isinstance(url, str) else None,
         "model": model if isinstance(model, str) else None,
         "n": n,
     }

@@ -26,6 +26,7 @@ from ouro_batch.jobs.errors import UsageError
 from ouro_batch.params import MAX_SAMPLES
 
 VERSION = 2
+HEADER_START = b'{"ouro_batch_part":'
 SYNC_INTERVAL_S = 3.0
 ANY_INPUT = 0  # the hash of a record whose input is not known
 COMPLETE = b'{"complete":true}\n'
@@ -66,9 +67,17 @@ class PartFile:
             os.close(self._file)
             raise
 
-    def begin(self, settings: Mapping[str, Any], *, replaces: bool) -> None:
-        """Start anew: whatever the file held goes. ``replaces``: OUT may be there and will go."""
-        header = {"ouro_batch_part": VERSION, "replaces": replaces, "settings": settings}
+    def begin(self, settings: Mapping[str, Any], *, replaces: bool, retries: bool) -> None:
+        """Start anew: whatever the file held goes.
+
+        ``replaces``: OUT may be there and will go. ``retries``: what OUT holds counts too.
+        """
+        header = {
+            "ouro_batch_part": VERSION,
+            "replaces": replaces,
+            "retries": retries,
+            "settings": settings,
+        }
         os.ftruncate(self._file, 0)
         self._end = self.records = 0
         self.complete = False
@@ -193,6 +202,8 @@ class PartFile:
         with open(os.dup(self._file), "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
+                    if number == 1 and not _may_be_header(line):
+                        self._read(number, line)  # which says that it is no file of ours
                     break
                 self._read(number, line)
                 self._end += len(line)
@@ -219,6 +230,11 @@ class PartFile:
             raise UsageError(
                 f"{self.path} {what} (move it away, or give --resume never to start anew)"
             ) from None
+
+
+def _may_be_header(line: bytes) -> bool:
+    """Whether a first line that was cut off is the beginning of a header."""
+    return line.startswith(HEADER_START) or HEADER_START.startswith(line)
 
 
 def _places(keys: array[int], dropped: Mapping[int, int]) -> np.ndarray:

@@ -46,7 +46,18 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
         if not found:
             raise UsageError(f"no file matches {pattern}")
         inputs += found
+    for name in inputs:
+        if not _is_text(name):
+            raise UsageError(f"the name of input {name!a} is not UTF-8 (rename it)")
     return inputs
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_inputs(inputs: Sequence[str], *, text: bool = False) -> None:

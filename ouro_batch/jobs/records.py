@@ -298,6 +298,9 @@ def _record(
     template = fields.get("chat_template_kwargs", {})
     if not isinstance(template, dict):
         raise RequestError(f"chat_template_kwargs must be an object, got {_kind(template)}")
+    for name in ("messages", "chat_template_kwargs"):
+        if not _can_be_written(fields.get(name)):
+            raise RequestError(f"{name} is nested too deeply")
     metadata = fields.get("metadata")
     if not _can_be_written(metadata):
         raise RequestError("metadata is nested too deeply to be written back")

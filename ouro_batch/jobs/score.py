@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from ouro_batch.errors import RequestError
+from ouro_batch.jobs.ahead import ReadAhead
 from ouro_batch.jobs.errors import FileError
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.reader import Line, read_lines
@@ -19,6 +20,9 @@ from ouro_batch.params import SamplingParams, Score
 
 if TYPE_CHECKING:
     from ouro_batch.llm import LLM
+
+
+WAIT_S = 0.1  # for a line, before it is asked whether to stop
 
 
 @dataclass(frozen=True)
@@ -90,26 +94,45 @@ class ScoreJob:
 
     def run(self) -> ScoreCounts:
         """All lines. Raises KeyboardInterrupt, FileError, OutputClosed, EngineError."""
-        for line in read_lines(self._inputs):
-            if self._interrupt.requested:
-                raise KeyboardInterrupt
-            self.lines += 1
-            answer = None if self._answers is None else next(self._answers, {})
-            line_hash = _hash(line, answer)
-            record = self._writer.kept(line, line_hash)
-            if record is None:
-                record = self._score(line, answer)
-                self._writer.write(record, line_hash)
-            self.counts.add(record)
-            self._on_record(self.counts)
+        reader = ReadAhead(self._inputs)
+        try:
+            while not reader.ended:
+                if self._interrupt.requested:
+                    raise KeyboardInterrupt
+                line = reader.poll(WAIT_S)
+                if line is not None:
+                    self._take(line)
+        finally:
+            reader.close()
+        if self._answers is not None and next(self._answers, None) is not None:
+            raise FileError(
+                f"the answers go on where the input has ended, after {self.lines:,} lines: they"
+                " must be the output of the same inputs"
+            )
         return self.counts
+
+    def _take(self, line: Line) -> None:
+        self.lines += 1
+        answer = None if self._answers is None else next(self._answers, {})
+        line_hash = _hash(line, answer)
+        record = self._writer.kept(line, line_hash)
+        if record is None:
+            record = self._score(line, answer)
+            self._writer.write(record, line_hash)
+        self.counts.add(record)
+        self._on_record(self.counts)
 
     def _score(self, line: Line, answer: Mapping[str, Any] | None) -> dict[str, Any]:
         record_id: Any = None
         try:
             record = parse_record(line, self._params, self._format)
             record_id = record.id
-            given = record.extra if answer is None else _of_answer(line, answer)
+            if record.openai is not None:
+                raise RequestError(
+                    "a line to score has prompt or messages and completion; this is a request of"
+                    " OpenAI's batch API"
+                )
+            given = record.extra if answer is None else _of_answer(line, record, answer)
             completion = _completion(given)
             depths = completion.exit_depths if self._use_depths else None
             prompt = self._llm.encode(record.prompt, record.messages, record.chat_template_kwargs)
@@ -120,7 +143,8 @@ class ScoreJob:
                 params=record.params,
             )
         except RecordError as error:
-            return error_record(line, error, name_file=len(self._inputs) > 1)
+            wrong = RecordError(str(error), error.type, error.id)
+            return error_record(line, wrong, name_file=len(self._inputs) > 1)
         except RequestError as error:
             wrong = RecordError(str(error).removeprefix("prompt 0: "), error.type, record_id)
             return error_record(line, wrong, name_file=len(self._inputs) > 1)
@@ -171,7 +195,7 @@ def _answers(path: str) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _of_answer(line: Line, answer: Mapping[str, Any]) -> dict[str, Any]:
+def _of_answer(line: Line, record: Record, answer: Mapping[str, Any]) -> dict[str, Any]:
     """An output record's tokens and depths.
 
     Raises:
@@ -183,7 +207,19 @@ def _of_answer(line: Line, answer: Mapping[str, Any]) -> dict[str, Any]:
     if answer.get("index") != line.index or answer.get("sample", 0):
         raise FileError(
             f"the answers have index {answer.get('index')!r} where the input is at {line.index}:"
-            " they must be the output of the same inputs, in their order, one a line"
+            " they must be the output of the same inputs, in their order, one a line, in the"
+            " native form"
+        )
+    if answer.get("id") != record.id:
+        raise FileError(
+            f"line {line.number} of {line.source} has id {record.id!r}, its answer is that of id"
+            f" {answer.get('id')!r}: they must be the output of the same inputs"
+        )
+    if answer.get("truncated_tokens"):
+        raise RequestError(
+            f"the run cut {answer['truncated_tokens']} tokens off this prompt, so its answer is one"
+            " to another prompt",
+            "truncated",
         )
     if "error" in answer:
         raise RequestError("the answer is an error record: there is nothing to score", "no_answer")

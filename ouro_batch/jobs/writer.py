@@ -23,6 +23,7 @@ from ouro_batch.jobs.part import ANY_INPUT, PartFile
 from ouro_batch.jobs.reader import STDIN, Line
 
 STDOUT = "-"
+TEMPORARY = ".tmp"  # a file's suffix until it is whole
 
 
 class Writer(Protocol):
@@ -37,7 +38,9 @@ class Writer(Protocol):
     def holds(self, index: int) -> bool:
         """Whether an earlier run made a record of a line; any thread may ask."""
 
-    def kept(self, line: Line, input_hash: int, sample: int = 0) -> dict[str, Any] | None:
+    def kept(
+        self, line: Line, input_hash: int, sample: int = 0, id: Any = None
+    ) -> dict[str, Any] | None:
         """The record that an earlier run made of a line's sample, None where there is none."""
 
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
@@ -79,6 +82,11 @@ class FileWriter:
         self._retry_errors = retry_errors
         self._finished = False
         self._changed: set[int] = set()  # lines that are run again because they are others now
+        if retry_errors and resume == "never":
+            raise UsageError(
+                "--retry-errors keeps what was answered and --resume never drops it: give one of"
+                " them"
+            )
         self._part = PartFile(
             self.path.with_name(self.path.name + ".part"), unread=resume == "never"
         )
@@ -112,11 +120,15 @@ class FileWriter:
             UsageError: settings differ; names each. Nothing has changed then.
         """
         header = self._part.header
-        if header is None or self._resume == "never":
-            self._part.begin(settings, replaces=self._replaces)
-        elif self._resume != "force":
-            self._compare(header, settings)
-        if self._retry_errors and self._replaces:
+        try:
+            if header is None or self._resume == "never":
+                self._part.begin(settings, replaces=self._replaces, retries=self._retry_errors)
+            elif self._resume != "force":
+                self._compare(header, settings)
+        except OSError as error:
+            raise FileError(f"writing {self.part} failed: {error.strerror}") from error
+        # A retry that was cut off may have been so before it had all of OUT.
+        if self._replaces and (self._retry_errors or (header or {}).get("retries")):
             self._take_over()
 
     def _take_over(self) -> None:
@@ -135,7 +147,10 @@ class FileWriter:
     def _finished_records(self, number: int, line: bytes) -> list[dict[str, Any]]:
         try:
             records = native_records(orjson.loads(line))
-            if all(type(record["index"]) is int for record in records):
+            if all(
+                type(record["index"]) is int and ("error" in record or "finish_reason" in record)
+                for record in records
+            ):
                 return records
         except (ValueError, TypeError, KeyError):
             pass
@@ -159,8 +174,12 @@ class FileWriter:
     def holds(self, index: int) -> bool:
         return self._resume != "never" and self._part.find(index) is not None
 
-    def kept(self, line: Line, input_hash: int, sample: int = 0) -> dict[str, Any] | None:
+    def kept(
+        self, line: Line, input_hash: int, sample: int = 0, id: Any = None
+    ) -> dict[str, Any] | None:
         """The record that an earlier run made of a line's sample; None where that is to be run.
+
+        ``id`` is the line's, None where it has none or is no record.
 
         Raises:
             UsageError: the line is not what it was; with resume "force" it is run again instead.
@@ -169,12 +188,16 @@ class FileWriter:
         if place is None or line.index in self._changed:
             return None
         record = self._part.record(place)
+        same = self._part.same_input(place, input_hash)
+        if id is not None and "error" not in record:
+            same &= record.get("id") == id  # all that a finished OUT tells of its lines
         if self._retry_errors and "error" in record:
+            # It is the error of all samples: with the first that is answered it counts no more.
+            self._drop(line.index)
             return None
-        if not self._part.same_input(place, input_hash):
+        if not same:
             if self._resume == "force":
-                self._changed.add(line.index)
-                self._part.drop(line.index)
+                self._drop(line.index)
                 return None
             raise UsageError(
                 f"line {line.number} of {line.source} is not the line that {self.part} holds a"
@@ -183,6 +206,14 @@ class FileWriter:
             )
         self.resumed += 1
         return record
+
+    def _drop(self, index: int) -> None:
+        """What an earlier run made of a line counts no more."""
+        self._changed.add(index)
+        try:
+            self._part.drop(index)
+        except OSError as error:
+            raise FileError(f"writing {self.part} failed: {error.strerror}") from error
 
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         sample = record.get("sample", 0)
@@ -244,7 +275,9 @@ class StreamWriter:
     def holds(self, index: int) -> bool:
         return False
 
-    def kept(self, line: Line, input_hash: int, sample: int = 0) -> dict[str, Any] | None:
+    def kept(
+        self, line: Line, input_hash: int, sample: int = 0, id: Any = None
+    ) -> dict[str, Any] | None:
         return None
 
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
@@ -301,8 +334,14 @@ def check_apart(inputs: Sequence[str], output: str, statistics: str | None) -> N
     """
     read = {_identity(source, 0): source for source in inputs}
     written: dict[object, str] = {}
-    targets = [output, f"{output}.part"] if not is_stream(output) else [output]
-    for target in [*targets, *([statistics] if statistics else [])]:
+    targets = [output]
+    if not is_stream(output):
+        targets += [f"{output}.part", f"{output}{TEMPORARY}"]
+    if statistics:
+        targets.append(statistics)
+        if not is_stream(statistics):
+            targets.append(f"{statistics}{TEMPORARY}")
+    for target in targets:
         identity = _identity(target, 1)
         if identity is None:
             continue
@@ -320,6 +359,8 @@ def check_writable(path: str) -> None:
         UsageError: naming the file and what is wrong.
     """
     folder = os.path.dirname(os.path.realpath(path))
+    if not path:
+        raise UsageError("the name of a file to write is empty")
     if os.path.isdir(path):
         raise UsageError(f"cannot write {path}: it is a folder")
     if not os.path.isdir(folder):
@@ -334,7 +375,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
     Raises:
         OSError: it cannot be written; nothing has changed then.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + TEMPORARY)
     try:
         with open(temporary, "wb") as file:
             file.writelines(chunks)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ouro_batch.engine.kv import CacheShape
 from ouro_batch.errors import RequestError
-from ouro_batch.intake import Intake, TextSide
+from ouro_batch.intake import EncodedPrompt, Intake, TextSide
 from ouro_batch.jobs.errors import FileError
 from ouro_batch.jobs.reader import read_lines
 from ouro_batch.jobs.records import Record, parse_record
@@ -49,37 +49,44 @@ def read_prompts(
     count = FULL_PROMPTS if full else QUICK_PROMPTS
     longest = min(FULL_TOKENS if full else QUICK_TOKENS, source.config.max_position_embeddings // 2)
     chosen = records[:: max(1, len(records) // count)][:count]
-    encode = _encoder(source)
+    intake = _intake(source)
     prompts = []
     for record in chosen:
         try:
-            tokens = encode(record)[:longest]
+            tokens = _encode(intake, record).tokens[:longest]
         except RequestError as error:
             raise FileError(f"{path}, line {record.line}: {error}") from None
         if tokens:
             prompts.append(tokens)
-    return prompts, _questions(records)
+    return prompts, _questions(path, records, intake)
 
 
-def _encoder(source: CheckpointSource):
+def _intake(source: CheckpointSource) -> Intake:
     config = source.config
-    intake = Intake(
+    return Intake(
         config,
         TextSide.from_folder(source.folder),
         blocks=CacheShape(2**62, 16, config.loops),
         max_model_len=config.max_position_embeddings,
         seed=0,
     )
-    return lambda record: (
-        intake.encode(record.prompt, record.messages, record.chat_template_kwargs).tokens
-    )
 
 
-def _questions(records: Sequence[Record]) -> list[Question]:
+def _encode(intake: Intake, record: Record) -> EncodedPrompt:
+    return intake.encode(record.prompt, record.messages, record.chat_template_kwargs)
+
+
+def _questions(path: str, records: Sequence[Record], intake: Intake) -> list[Question]:
+    """Raises FileError where one cannot run."""
     questions = []
     for record in records:
         answer = record.metadata.get("answer") if isinstance(record.metadata, dict) else None
         prompt = record.messages if record.prompt is None else record.prompt
         if isinstance(answer, (str, int, float)) and isinstance(prompt, (str, list)):
+            try:
+                encoded = _encode(intake, record)
+                intake.request(0, encoded, record.params, index=record.index, sample=0)
+            except RequestError as error:
+                raise FileError(f"{path}, line {record.line}: {error}") from None
             questions.append(Question(prompt, str(answer), record.params.max_tokens))
     return questions

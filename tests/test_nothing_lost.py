@@ -1,0 +1,178 @@
+"""Files and lines that an attack on batch jobs lost, mixed up or computed twice."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import orjson
+import pytest
+
+from .test_cli_run import COMMAND, lines, names, run, write
+from .test_resume import cut, results
+
+LINES = [{"id": f"q{n}", "prompt": f"abc {n}"} for n in range(6)]
+DEEP = [1]
+for _ in range(300):
+    DEEP = [DEEP]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "in.jsonl", LINES)
+    return tmp_path
+
+
+def failed(folder, count=1):
+    """A finished job in which the lines after the third failed."""
+    broken = [{"id": f"bad{n}", "prompt": "refuse me"} for n in range(count)]
+    write(folder / "in.jsonl", [*LINES[:3], *broken, *LINES[3:]])
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 1
+    return results(folder / "out")
+
+
+def test_a_retry_with_other_lines_is_refused(folder):
+    failed(folder)
+    before = (folder / "out").read_bytes()
+    write(folder / "in.jsonl", [*LINES, {"id": "new", "prompt": "brand new"}])
+    result = run(folder, "in.jsonl", "-o", "out", "--retry-errors")
+    assert result.returncode == 2
+    assert b"line 5 of in.jsonl is not the line" in result.stderr
+    assert (folder / "out").read_bytes() == before
+
+
+def test_a_retry_that_drops_what_was_answered_is_refused(folder):
+    failed(folder)
+    result = run(folder, "in.jsonl", "-o", "out", "--retry-errors", "--resume", "never")
+    assert result.returncode == 2
+    assert b"give one of them" in result.stderr
+    assert "out.part" not in names(folder)
+
+
+@pytest.mark.parametrize("at", ["append:1", "append:4", "sync:1", "order:3"])
+def test_a_retry_that_was_cut_off_runs_nothing_twice(folder, at):
+    expected = failed(folder)
+    cut(folder, "--retry-errors", at=at)
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 1
+    assert results(folder / "out") == expected
+    counted = orjson.loads((folder / "out.stats.json").read_bytes())["requests"]
+    assert counted["resumed"] >= 6
+
+
+@pytest.mark.parametrize("openai", [False, True])
+def test_an_error_and_samples_of_one_line_never_both_count(folder, openai):
+    """The error of a retry that was cut off after one of the line's samples."""
+    body = {"prompt": "refuse me", "n": 3}
+    line = {"id": "b", **body}
+    if openai:
+        line = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": body}
+    write(folder / "in.jsonl", [line, *LINES])
+    assert run(folder, "in.jsonl", "-o", "out", "--max-errors", "1").returncode == 1
+    fine = {**os.environ, "REFUSE": "nothing"}
+    result = run(
+        folder,
+        *("in.jsonl", "-o", "out", "--retry-errors"),
+        env={**fine, "KILL_AT": "append:2"},
+    )
+    assert result.returncode < 0
+    assert run(folder, "in.jsonl", "-o", "out", env=fine).returncode == 0
+    got = lines((folder / "out").read_bytes())
+    assert not any(record.get("error") for record in got)
+    assert len(got) == len(LINES) + (1 if openai else 3)
+
+
+def test_an_output_of_score_is_no_job_to_retry(folder):
+    write(folder / "out", [{"id": "a", "index": 0, "logprob": -1.0, "token_ids": [1]}])
+    result = run(folder, "in.jsonl", "-o", "out", "--retry-errors")
+    assert result.returncode == 2
+    assert b"line 1 of" in result.stderr
+    assert b"no output record of ouro-batch run" in result.stderr
+
+
+def test_statistics_into_a_pipe_leave_it_a_pipe(folder):
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    result = run(folder, "in.jsonl", "-o", "out", "--stats", "pipe")
+    assert result.returncode == 0, result.stderr
+    assert orjson.loads(reader.communicate(timeout=30)[0])["requests"]["total"] == 6
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["out.tmp", "out.part", "out.stats.json.tmp"])
+def test_an_input_where_a_file_of_the_job_would_be(folder, name):
+    os.rename(folder / "in.jsonl", folder / name)
+    result = run(folder, name, "-o", "out")
+    assert result.returncode == 2
+    assert b"is an input too" in result.stderr
+    assert names(folder) == [name]
+
+
+@pytest.mark.parametrize("content", [b"my precious notes", b"{}", b"notes\nmore", b'{"ouro_batch'])
+def test_a_file_of_somebody_else_in_the_place_of_the_part(folder, content):
+    (folder / "out.part").write_bytes(content)
+    result = run(folder, "in.jsonl", "-o", "out")
+    if b'{"ouro_batch_part":'.startswith(content):  # a header that was cut off
+        assert result.returncode == 0
+        return
+    assert result.returncode == 2
+    assert b"is no file of ouro-batch" in result.stderr
+    assert (folder / "out.part").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"id": "b", "messages": [{"role": "user", "content": DEEP}]},
+        {
+            "id": "b",
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template_kwargs": {"x": DEEP},
+        },
+        {"custom_id": "b", "url": DEEP, "body": {}},
+        {"id": DEEP, "prompt": "x"},
+        {"id": "b", "prompt": "x", "metadata": DEEP},
+    ],
+)
+def test_a_value_that_is_nested_too_deeply_fails_its_line_alone(folder, line):
+    import json
+
+    text = "\n".join(json.dumps(own) for own in [LINES[0], line, LINES[1]])
+    (folder / "in.jsonl").write_text(text)
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 1, result.stderr
+    got = lines((folder / "out").read_bytes())
+    assert len(got) == 3
+    assert got[0]["text"]
+    assert got[2]["text"]
+    assert b"Traceback" not in result.stderr
+
+
+def test_names_that_are_no_text(folder):
+    odd = os.fsdecode(b"in\xff.jsonl")
+    os.rename(folder / "in.jsonl", folder / odd)
+    code = "from ouro_batch.cli import main; main()"
+    for arguments in ([odd, "-o", "out"], ["in*.jsonl", "-o", "out"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "run", *arguments, "-m", "x"],
+            cwd=folder,
+            capture_output=True,
+        )
+        assert done.returncode == 2, done.stderr
+        assert b"is not UTF-8" in done.stderr
+        assert b"Traceback" not in done.stderr
+
+
+def test_closed_standard_files(folder):
+    def closed(redirection, *arguments):
+        script = " ".join([*map(str, COMMAND), *arguments, "-m", "x", redirection])
+        return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True)
+
+    done = closed(">&-", "in.jsonl", "-o", "out")
+    assert done.returncode == 0, done.stderr
+    assert len(results(folder / "out")) == 6
+    done = closed("<&-", "-", "-o", "other")
+    assert done.returncode in (2, 3), done.stderr
+    assert b"Traceback" not in done.stderr
+    assert not (folder / "other").exists()
