@@ -137,6 +137,18 @@ def run_report(*arguments, **options):
 # Numbers
 
 
+def test_the_speed_of_a_resumed_job_is_that_of_its_last_run(tmp_path):
+    out = make_output(tmp_path / "out")
+    path = Path(f"{out}.stats.json")
+    statistics = orjson.loads(path.read_bytes())
+    statistics |= {"requests": {"resumed": 8}, "tokens_per_second": {"completion": 4.0}}
+    path.write_bytes(orjson.dumps(statistics))
+    numbers = numbers_of(out)["runs"][0]
+    assert numbers["tokens_per_second"] == 4
+    assert numbers["tokens"]["completion"] == 90
+    assert any("made 3 of 11 records" in note for note in numbers["notes"])
+
+
 def test_the_numbers_of_an_output(tmp_path):
     numbers = numbers_of(make_output(tmp_path / "out"))["runs"][0]
     depth = numbers["exit_depth"]

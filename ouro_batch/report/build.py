@@ -99,10 +99,21 @@ def run_numbers(label: str, output: Output, tally: Tally) -> dict[str, Any]:
     mean = sum(d * n for d, n in histogram.items()) / decoded if decoded else None
     completion = _total(tally.completion_lengths)
     seconds = facts.run_s or (facts.timeline[-1]["t_s"] if facts.timeline else None)
+    speed = completion / seconds if seconds else None
+    notes = output.notes
+    if facts.resumed:
+        # Records of earlier runs took none of this one's time.
+        speed = facts.tokens_per_second
+        done = tally.ok + tally.failed
+        notes = [
+            *notes,
+            f"resumed: speed and time are those of the last run, which made"
+            f" {max(done - facts.resumed, 0):,} of {done:,} records",
+        ]
     return {
         "label": label,
         "output": output.name,
-        "notes": output.notes,
+        "notes": notes,
         "model": facts.model,
         "revision": facts.revision,
         "device": facts.device,
@@ -124,7 +135,7 @@ def run_numbers(label: str, output: Output, tally: Tally) -> dict[str, Any]:
             "completion": completion,
             "decode": decoded,
         },
-        "tokens_per_second": completion / seconds if seconds else None,
+        "tokens_per_second": speed,
         "exit_depth": {
             "loops": loops,
             "mean": mean,

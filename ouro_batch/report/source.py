@@ -63,7 +63,9 @@ class Facts:
     loops: int | None = None
     max_rows: int | None = None
     exit_threshold: float | None = None
-    run_s: float | None = None
+    run_s: float | None = None  # of the last run, where a job was resumed
+    tokens_per_second: float | None = None  # that were generated in it
+    resumed: int = 0  # records of earlier runs
     finished_at: str | None = None
     inputs: list[str] = field(default_factory=list)
     timeline: list[dict[str, float]] = field(default_factory=list)
@@ -248,6 +250,8 @@ def _facts(statistics: Any) -> Facts:
         max_rows=_count(statistics, "max_rows"),
         exit_threshold=own if asked is None else asked,
         run_s=_number(_dict(statistics, "seconds"), "run"),
+        tokens_per_second=_number(_dict(statistics, "tokens_per_second"), "completion"),
+        resumed=_count(_dict(statistics, "requests"), "resumed") or 0,
         finished_at=_text(statistics, "finished_at"),
         inputs=[name for name in _list(options, "inputs") if isinstance(name, str)],
         timeline=_timeline(_list(statistics, "timeline")),

@@ -81,7 +81,7 @@ def _numbers(numbers: dict[str, Any]) -> list[tuple[str, Text]]:
     rows = [("requests", answered)]
     made = Text(f"{tokens['completion']:,} generated", "bold")
     rows.append(("tokens", made.append(f", {tokens['prompt']:,} in prompts", "not bold")))
-    if numbers["seconds"]:
+    if numbers["seconds"] and numbers["tokens_per_second"] is not None:
         speed = Text(f"{numbers['tokens_per_second']:,.0f} tokens/s", "bold")
         rows.append(("speed", speed.append(f" in {text.seconds(numbers['seconds'])}", "not bold")))
     depth = numbers["exit_depth"]
