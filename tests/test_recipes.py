@@ -47,7 +47,7 @@ def test_recipe(folder, title, block):
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr
     assert "null" not in result.stdout or "metadata" in block, result.stdout
