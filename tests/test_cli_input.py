@@ -62,6 +62,26 @@ def test_parquet(folder):
     assert b"in.parquet has columns, not lines of text" in refused.stderr
 
 
+def test_a_parquet_row_that_json_cannot_hold_fails_alone(folder):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table(
+        {
+            "prompt": [b"ab", b"\xff\xfe", b"cd"],
+            "took": pyarrow.array([1, 2, 3], pyarrow.duration("s")),
+        }
+    )
+    parquet.write_table(table, folder / "in.parquet")
+    result = run(folder, "in.parquet", "-o", "out", "--prompt-field", "prompt")
+    assert result.returncode == 1, result.stderr
+    first, second, third = lines((folder / "out").read_bytes())
+    assert (first["text"], third["text"]) == ("AB", "CD")
+    assert first["metadata"] == {"took": 1.0}
+    assert second["error"]["line"] == 2
+    assert "no place in JSON" in second["error"]["message"]
+    assert "utf-8" in second["error"]["message"]
+
+
 def test_a_damaged_parquet_file_is_named(folder):
     pytest.importorskip("pyarrow")
     (folder / "in.parquet").write_bytes(b"PAR1 no such thing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import decimal
 from collections.abc import Iterator
 from typing import Any
@@ -13,17 +14,22 @@ from ouro_batch.jobs.errors import UsageError
 ROWS = 1024  # read at a time
 
 
-def parquet_lines(source: str) -> Iterator[bytes]:
-    """The rows of a file as JSON. Dates become text; bytes must be UTF-8.
+def parquet_lines(source: str) -> Iterator[bytes | str]:
+    """The rows of a file as JSON, or in words why one cannot be.
+
+    Dates become text, durations seconds; bytes must be UTF-8.
 
     Raises:
         UsageError: pyarrow is not installed.
-        OSError, ValueError: the file cannot be read, or holds what JSON cannot.
+        OSError, ValueError: the file cannot be read.
     """
     with require_pyarrow().ParquetFile(source) as file:
         for batch in file.iter_batches(ROWS):
             for row in batch.to_pylist():
-                yield orjson.dumps(row, default=_plain)
+                try:
+                    yield orjson.dumps(row, default=_plain)
+                except orjson.JSONEncodeError as error:
+                    yield f"the row has no place in JSON: {error.__cause__ or error}"
 
 
 def parquet_rows(source: str) -> int:
@@ -53,4 +59,6 @@ def _plain(value: Any) -> Any:
         return value.decode()
     if isinstance(value, decimal.Decimal):
         return str(value)
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
     raise TypeError(f"a value of type {type(value).__name__} has no place in JSON")

@@ -29,6 +29,7 @@ class Line:
     number: int
     source: str
     data: bytes
+    problem: str | None = None  # why there are no data to read
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[str]:
@@ -106,6 +107,10 @@ def read_lines(inputs: Sequence[str]) -> Iterator[Line]:
     for source in inputs:
         try:
             for number, data in enumerate(_raw_lines(source), start=1):
+                if isinstance(data, str):
+                    yield Line(index, number, source, data.encode(), data)
+                    index += 1
+                    continue
                 if number == 1:
                     data = data.removeprefix(BOM)
                 data = data.rstrip(b"\r\n")
@@ -121,7 +126,8 @@ def read_lines(inputs: Sequence[str]) -> Iterator[Line]:
             raise
 
 
-def _raw_lines(source: str) -> Iterator[bytes]:
+def _raw_lines(source: str) -> Iterator[bytes | str]:
+    """Each line's bytes, or what is wrong with it."""
     if source != STDIN and source.endswith(PARQUET):
         yield from parquet_lines(source)
         return

@@ -93,6 +93,8 @@ def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | Non
         RecordError: the line is not JSON (or UTF-8), or not a record that can be run.
     """
     format = format or InputFormat()
+    if line.problem is not None:
+        raise RecordError(line.problem, "invalid_value")
     if format.text:
         return _text_record(line, defaults)
     try:
