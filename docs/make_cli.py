@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def _row(option: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     if option.metavar:
         names += f" {option.metavar}"
-    elif choices := getattr(option.type, "choices", None):
-        names += " " + "\\|".join(getattr(choice, "value", choice) for choice in choices)
+    elif isinstance(option.default, Enum):
+        names += " " + "\\|".join(choice.value for choice in type(option.default))
     return f"| {names} | {_default(option)} | {option.help} |"
 
 

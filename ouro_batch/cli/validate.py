@@ -68,7 +68,9 @@ def validate(
         option(
             ENGINE,
             "--only",
-            help="Run this check alone; may be given several times.",
+            metavar="CHECK",
+            help="Run this check alone; may be given several times: equations, history, schedules,"
+            " replay, resources, precision, quality, invariance.",
             show_default="all",
         ),
     ] = None,
