@@ -57,7 +57,7 @@ def test_recipe(folder, title, block):
         "pass@k": '"prompts": 10,\n  "pass@4": (9|10)',
         "Which threshold?": "at-0.6.jsonl",
         "Log-probabilities of the chosen tokens": r'{"id":"add-000","logprob":-[0-9]',
-        "Is this text likely, and how deep did it go?": r"^-[0-9.]+$",
+        "Is this text likely, and how deep did it go?": r"^-[0-9.]+\n-[0-9.]+\n$",
         "Are the numbers right on this machine?": '"name":"invariance","passed":true',
         "To and from OpenAI's batches": r'"exit_depths":\[4',
         "Other people's columns": r'{"id":7,"text":" 42","metadata":{"answer":"42"}}',
