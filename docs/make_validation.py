@@ -33,7 +33,7 @@ Prompts with `metadata.answer` are asked at full depth and over a sweep of thres
 | quality | the checkpoint's own threshold loses no answers beyond chance (95%, paired), and lower thresholds lower the depth |
 | invariance | with batch invariance, in BF16, tokens, depths and log-probabilities have the same bits alone and in every batch, order, schedule and chunking |
 
-Each check is broken on purpose in `tests/test_validate.py` (and, where it takes a GPU, in `tests/gpu/test_validate_gpu.py`): a skipped norm, TF32, a wrong plane, a block that is given away too early, seeds that depend on the row, scaled log-probabilities, a forgotten block, a coarser residual, a gate that leaves too early, products whose split depends on the batch. The right check turns red each time.
+Each check is broken on purpose in `tests/test_validate.py` on a CPU: a skipped norm, TF32, a wrong plane, a block that is given away too early, seeds that depend on the row, scaled log-probabilities, a forgotten block, a coarser residual, a gate that leaves too early, products whose split depends on the batch. The right check turns red each time. **Not run yet:** anything on a GPU, which is what `tests/gpu/test_validate_gpu.py` and `tests/gpu/run.sh validate large invariant` are for (TF32 left on, a split that fills the device, the true shapes, what batch invariance costs), and level full.
 """  # noqa: E501
 VERDICTS = {True: "passed", False: "**failed**", None: "not run"}
 

@@ -8,6 +8,10 @@ import sys
 import orjson
 import pytest
 
+from ouro_batch.jobs.errors import FileError
+from ouro_batch.jobs.part import PartFile
+from ouro_batch.jobs.writer import FileWriter
+
 from .test_cli_run import COMMAND, lines, names, run, write
 from .test_resume import cut, results
 
@@ -176,3 +180,22 @@ def test_closed_standard_files(folder):
     assert done.returncode in (2, 3), done.stderr
     assert b"Traceback" not in done.stderr
     assert not (folder / "other").exists()
+
+
+def test_a_disk_that_is_full_before_the_first_record(folder, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PartFile, "_write", full)
+    writer = FileWriter(str(folder / "out"))
+    with pytest.raises(FileError, match=r"writing .*out\.part failed: No space left"):
+        writer.begin({})
+
+
+def test_a_pin_in_the_environment_is_no_option(folder):
+    for value in ("0.1.0", "1"):
+        result = run(
+            folder, "in.jsonl", "-o", value, env={**os.environ, "OURO_BATCH_VERSION": value}
+        )
+        assert result.returncode == 0, result.stderr
+        assert len(results(folder / value)) == 6
