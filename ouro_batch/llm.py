@@ -21,7 +21,6 @@ from ouro_batch.errors import EngineError, ModelError, RequestError
 from ouro_batch.intake import EncodedPrompt, Intake, Messages, TextSide, output_of
 from ouro_batch.model.files import fingerprint
 from ouro_batch.model.ouro import Ouro
-from ouro_batch.model.score import ExitPolicy, exit_states
 from ouro_batch.model.source import CheckpointSource, ModelSource
 from ouro_batch.options import (
     SCHEDULES,
@@ -34,6 +33,7 @@ from ouro_batch.options import (
 )
 from ouro_batch.params import MAX_SEED, RequestOutput, SamplingParams, Score
 from ouro_batch.runner.base import Runner
+from ouro_batch.scoring import score
 
 __all__ = ["LLM", "EncodedPrompt", "EngineSnapshot", "RequestOutput", "SamplingParams"]
 
@@ -297,7 +297,7 @@ class LLM:
         Raises:
             RequestError: lengths do not agree, or a text cannot be run.
         """
-        engine = self._running_engine()
+        model = self._running_engine().runner.model
         given = prompts if exit_depths is None else exit_depths
         if not len(prompts) == len(completions) == len(given):
             raise RequestError("prompts, completions and exit_depths must be equally many")
@@ -306,54 +306,14 @@ class LLM:
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
                 depths = None if exit_depths is None else list(exit_depths[index])
-                scores.append(self._score(engine, prompt, completion, depths, params))
+                scores.append(
+                    score(
+                        model, self.intake, self.max_model_len, prompt, completion, depths, params
+                    )
+                )
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}", error.type) from error
         return scores
-
-    def _score(
-        self,
-        engine: Engine,
-        prompt: str | Sequence[int],
-        completion: str | Sequence[int],
-        depths: list[int] | None,
-        params: SamplingParams,
-    ) -> Score:
-        model, loops = engine.runner.model, self.config.loops
-        start = self.intake.encode(prompt).tokens
-        tokens = self.intake.encode(completion).tokens
-        if not start or not tokens:
-            raise RequestError("a prompt and a completion need at least one token")
-        if len(start) + len(tokens) > self.max_model_len:
-            raise RequestError(
-                f"{len(start)} and {len(tokens)} tokens are more than {self.max_model_len}",
-                "too_long",
-            )
-        if depths is None:
-            deepest = min(loops, params.max_loops or loops)
-            exits = ExitPolicy(
-                self.intake.exit_threshold(params), min(params.min_loops, deepest), deepest
-            )
-        else:
-            _check_depths(depths, len(tokens), loops)
-            exits = depths[1:]
-        # The last token of a completion is never run.
-        text = torch.tensor([*start, *tokens[:-1]], device=model.device)
-        states = exit_states(model, text, len(start), exits)
-        first = len(start) - 1
-        with torch.inference_mode():
-            logits = model.logits(states.hidden[first:])
-            wanted = torch.tensor(tokens, device=model.device)[:, None]
-            logprobs = logits.log_softmax(-1).gather(1, wanted)[:, 0]
-            best = logits.topk(2)
-        return Score(
-            tokens,
-            logprobs.tolist(),
-            states.depths[first:].tolist(),
-            best.indices[:, 0].tolist(),
-            (best.values[:, 0] - best.values[:, 1]).tolist(),
-            states.margins[first:].tolist(),
-        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -569,13 +529,3 @@ class LLM:
         if self.engine is None:
             raise EngineError("this LLM is closed")
         return self.engine
-
-
-def _check_depths(depths: list[int], tokens: int, loops: int) -> None:
-    if len(depths) != tokens:
-        raise RequestError(f"{len(depths)} exit_depths for {tokens} completion tokens")
-    for depth in depths:
-        if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= loops:
-            raise RequestError(f"exit_depths must be integers from 1 to {loops}, got {depth!r}")
-    if depths[0] != loops:
-        raise RequestError(f"exit_depths[0] is {depths[0]}; prefill runs all {loops} loops")

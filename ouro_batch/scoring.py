@@ -1,0 +1,72 @@
+"""One given completion, scored: its texts encoded and checked, its logits read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ouro_batch.errors import RequestError
+from ouro_batch.intake import Intake
+from ouro_batch.model.ouro import Ouro
+from ouro_batch.model.score import ExitPolicy, exit_states
+from ouro_batch.params import SamplingParams, Score
+
+
+def score(
+    model: Ouro,
+    intake: Intake,
+    max_model_len: int,
+    prompt: str | Sequence[int],
+    completion: str | Sequence[int],
+    depths: list[int] | None,
+    params: SamplingParams,
+) -> Score:
+    """What the model makes of a completion, at given depths or (None) at the gate's.
+
+    Raises:
+        RequestError: it cannot be run.
+    """
+    loops = model.config.loops
+    start = intake.encode(prompt).tokens
+    tokens = intake.encode(completion).tokens
+    if not start or not tokens:
+        raise RequestError("a prompt and a completion need at least one token")
+    if len(start) + len(tokens) > max_model_len:
+        raise RequestError(
+            f"{len(start)} and {len(tokens)} tokens are more than {max_model_len}",
+            "too_long",
+        )
+    if depths is None:
+        deepest = min(loops, params.max_loops or loops)
+        exits = ExitPolicy(intake.exit_threshold(params), min(params.min_loops, deepest), deepest)
+    else:
+        _check_depths(depths, len(tokens), loops)
+        exits = depths[1:]
+    # The last token of a completion is never run.
+    text = torch.tensor([*start, *tokens[:-1]], device=model.device)
+    states = exit_states(model, text, len(start), exits)
+    first = len(start) - 1
+    with torch.inference_mode():
+        logits = model.logits(states.hidden[first:])
+        wanted = torch.tensor(tokens, device=model.device)[:, None]
+        logprobs = logits.log_softmax(-1).gather(1, wanted)[:, 0]
+        best = logits.topk(2)
+    return Score(
+        tokens,
+        logprobs.tolist(),
+        states.depths[first:].tolist(),
+        best.indices[:, 0].tolist(),
+        (best.values[:, 0] - best.values[:, 1]).tolist(),
+        states.margins[first:].tolist(),
+    )
+
+
+def _check_depths(depths: list[int], tokens: int, loops: int) -> None:
+    if len(depths) != tokens:
+        raise RequestError(f"{len(depths)} exit_depths for {tokens} completion tokens")
+    for depth in depths:
+        if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= loops:
+            raise RequestError(f"exit_depths must be integers from 1 to {loops}, got {depth!r}")
+    if depths[0] != loops:
+        raise RequestError(f"exit_depths[0] is {depths[0]}; prefill runs all {loops} loops")
