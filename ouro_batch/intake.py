@@ -221,10 +221,12 @@ class Intake:
             raise RequestError("the prompt is empty")
         total = prompt_tokens + params.max_tokens
         if total > self.max_model_len:
+            or_raise = " or lower max_tokens"
+            if self.max_model_len < self.config.max_position_embeddings:
+                or_raise = ", lower max_tokens or raise max_model_len"
             raise RequestError(
                 f"{prompt_tokens} prompt tokens and max_tokens {params.max_tokens} make {total};"
-                f" the longest possible is {self.max_model_len} (shorten the prompt, lower"
-                " max_tokens or raise max_model_len)",
+                f" the longest possible is {self.max_model_len} (shorten the prompt{or_raise})",
                 "too_long",
             )
         if params.stop and self.text.tokenizer is None:

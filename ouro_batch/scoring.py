@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ouro_batch.errors import RequestError
-from ouro_batch.intake import Intake
+from ouro_batch.intake import EncodedPrompt, Intake
 from ouro_batch.model.ouro import Ouro
 from ouro_batch.model.score import ExitPolicy, exit_states
 from ouro_batch.params import SamplingParams, Score
@@ -27,22 +27,7 @@ def score(
     Raises:
         RequestError: it cannot be run.
     """
-    loops = model.config.loops
-    start = intake.encode(prompt).tokens
-    tokens = intake.encode(completion).tokens
-    if not start or not tokens:
-        raise RequestError("a prompt and a completion need at least one token")
-    if len(start) + len(tokens) > max_model_len:
-        raise RequestError(
-            f"{len(start)} and {len(tokens)} tokens are more than {max_model_len}",
-            "too_long",
-        )
-    if depths is None:
-        deepest = min(loops, params.max_loops or loops)
-        exits = ExitPolicy(intake.exit_threshold(params), min(params.min_loops, deepest), deepest)
-    else:
-        _check_depths(depths, len(tokens), loops)
-        exits = depths[1:]
+    start, tokens, exits = prepare(intake, max_model_len, prompt, completion, depths, params)
     # The last token of a completion is never run.
     text = torch.tensor([*start, *tokens[:-1]], device=model.device)
     states = exit_states(model, text, len(start), exits)
@@ -60,6 +45,40 @@ def score(
         (best.values[:, 0] - best.values[:, 1]).tolist(),
         states.margins[first:].tolist(),
     )
+
+
+def prepare(
+    intake: Intake,
+    max_model_len: int,
+    prompt: str | Sequence[int] | EncodedPrompt,
+    completion: str | Sequence[int],
+    depths: list[int] | None,
+    params: SamplingParams,
+) -> tuple[list[int], list[int], ExitPolicy | list[int]]:
+    """Tokens of prompt and completion, and where those that follow the prompt leave.
+
+    Raises:
+        RequestError: they cannot be scored.
+    """
+    start = intake.encode(prompt).tokens
+    tokens = intake.encode(completion).tokens
+    if not start or not tokens:
+        raise RequestError("a prompt and a completion need at least one token")
+    if len(start) + len(tokens) > max_model_len:
+        raise RequestError(
+            f"{len(start)} and {len(tokens)} tokens are more than {max_model_len}",
+            "too_long",
+        )
+    loops = intake.config.loops
+    if depths is None:
+        deepest = min(loops, params.max_loops or loops)
+        exits: ExitPolicy | list[int] = ExitPolicy(
+            intake.exit_threshold(params), min(params.min_loops, deepest), deepest
+        )
+    else:
+        _check_depths(depths, len(tokens), loops)
+        exits = depths[1:]
+    return start, tokens, exits
 
 
 def _check_depths(depths: list[int], tokens: int, loops: int) -> None:

@@ -2,8 +2,9 @@
 
 ``KILL_AT=point:number`` in the environment has the process kill itself, as a power cut would, at
 the number-th passing of a point: ``append`` (a record was appended), ``torn`` (half of it was),
-``sync`` (before the part is synced), ``order`` (a record was put in order), ``rename`` (before OUT
-is there), ``remove`` (before the part goes). ``GRACE_S``: seconds that SIGTERM leaves.
+``sync`` (before the part is synced), ``order`` (a record was put in order), ``rename`` (before
+the statistics are there, and before OUT is), ``remove`` (before the part goes).
+``GRACE_S``: seconds that SIGTERM leaves.
 """
 
 import os

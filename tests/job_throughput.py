@@ -95,7 +95,8 @@ def measure(lines: int) -> dict[str, float]:
         job = Job(Echo(), [str(source)], writer, progress=Watch())
         job.run()
         memory.append(resident_mib())
-        writer.finish(job.lines)
+        writer.complete(job.lines)
+        writer.finish()
         memory.append(resident_mib())
         seconds = time.perf_counter() - started
         with out.open("rb") as file:

@@ -47,6 +47,36 @@ def check(folder, *arguments, status=0):
     return orjson.loads(result.stdout)
 
 
+def test_lines_to_score(tmp_path):
+    lines = [
+        {"id": 1, "prompt": [7] * 5, "completion": [7, 8]},
+        {"id": 1, "prompt": "1 +", "completion": " 2", "exit_threshold": 0.5},
+        {"prompt": [7], "completion": [7, 8], "exit_depths": [4]},
+        {"prompt": [7]},
+        {"prompt": [7] * 300, "completion": [7] * 300},
+    ]
+    write(tmp_path / "in.jsonl", lines)
+    found = check(tmp_path, "--score", "--gpu-memory", "80", status=1)
+    assert [p["message"] for p in found["problems"]["first"]] == [
+        "1 exit_depths for 2 completion tokens",
+        "a line to score needs completion: text, or token ids (or give --answers OUT)",
+        "300 and 300 tokens are more than 512",
+    ]
+    assert found["prompt_tokens"]["longest"]["tokens"] == 5
+    assert found["output_tokens_at_most"] == 2 + 2
+    shown = command("check", "in.jsonl", "-m", TINY_OURO, "--score", cwd=tmp_path)
+    assert "cache" not in shown.stdout
+    assert check(tmp_path, status=1)["problems"]["total"] == 4  # which run knows nothing of
+
+
+def test_how_many_requests_fit(tmp_path):
+    write(tmp_path / "in.jsonl", [{"prompt": [7] * 5}] * 3)
+    arguments = ["check", "in.jsonl", "-m", TINY_OURO, "--gpu-memory"]
+    assert "all requests at once" in command(*arguments, "80", cwd=tmp_path).stdout
+    write(tmp_path / "in.jsonl", [{"prompt": [7] * 5}] * 90_000)
+    assert "requests of mean size at once" in command(*arguments, "1.2", cwd=tmp_path).stdout
+
+
 def test_what_an_input_takes(tmp_path):
     lengths = [1, 2, 3, 4, 5, 9, 300]
     write(tmp_path / "in.jsonl", [{"prompt": [7] * n, "max_tokens": 10} for n in lengths])

@@ -102,11 +102,22 @@ def test_some_failed_is_status_1(folder):
     assert b"2 failed (1 invalid_request, 1 invalid_json)" in result.stderr
 
 
+def test_settings_without_effect_are_said(folder):
+    arguments = ["in.jsonl", "-o", "out", "--min-loops", "5", "--max-loops", "9", "--n", "2"]
+    errors = run(folder, *arguments).stderr.decode()
+    assert "note: --min-loops 5 is above the model's 4 loops" in errors
+    assert "note: --max-loops 9 is above the model's 4 loops" in errors
+    assert "note: --n 2 at --temperature 0 gives the same answer every time" in errors
+    arguments = ["in.jsonl", "-o", "other", "--max-loops", "4", "--n", "2", "--temperature", "1"]
+    assert b"note" not in run(folder, *arguments).stderr
+
+
 def test_standard_output_streams_records_and_nothing_else(folder):
-    result = run(folder, "in.jsonl", "--token-ids")
+    # Shorter answers finish first: the long one leaves the others seconds to be read in.
+    write(folder / "in.jsonl", [{"prompt": "A" * 100}, *PROMPTS[1:]])
+    result = run(folder, "in.jsonl", "--token-ids", model="slow")
     assert result.returncode == 0
     records = lines(result.stdout)
-    # Shorter answers finish first.
     assert [record["index"] for record in records] != sorted(r["index"] for r in records)
     assert sorted(record["index"] for record in records) == list(range(6))
     assert records[0]["token_ids"][0] == 65
@@ -297,7 +308,7 @@ def test_an_engine_that_breaks_keeps_what_has_finished(folder):
     result = run(folder, "in.jsonl", "-o", "out", model="breaks")
     assert result.returncode == 3
     assert b"error: the engine stopped: out of memory" in result.stderr
-    assert b"1 finished records are in" in result.stderr
+    assert b"1 finished record in" in result.stderr
     assert names(folder) == ["in.jsonl", "out.part"]
     assert [entry["record"]["text"] for entry in part_entries(folder)] == ["AB"]
 
@@ -338,7 +349,7 @@ def test_interrupted_is_status_130_and_keeps_what_has_finished(folder, number):
     assert job.returncode == 130
     assert output == b""
     assert re.search(
-        rb"interrupted\n3 finished records are in .*/out.part; the same command goes on", errors
+        rb"interrupted\n3 finished records in .*/out.part; the same command goes on", errors
     )
     assert names(folder) == ["in.jsonl", "out.part"]
     assert [entry["record"]["text"] for entry in part_entries(folder)] == ["ABC"] * 3
@@ -357,7 +368,7 @@ def test_interrupted_finishes_what_runs_and_the_same_command_goes_on(folder):
     assert kept % 4 == 0
     result = run(folder, "in.jsonl", "-o", "out", model="slow")
     assert result.returncode == 0
-    assert b"resuming: %d records are done" % kept in result.stderr
+    assert b"resuming: %d records done" % kept in result.stderr
     assert len(lines((folder / "out").read_bytes())) == 40
 
 
@@ -402,7 +413,7 @@ def test_statistics_that_cannot_be_written_are_status_3_with_the_records_in_plac
     result = run(folder, "in.jsonl", "-o", "out", "--stats", "s.json")
     assert result.returncode == 3
     assert b"s.json failed: Is a directory (the records are complete)" in result.stderr
-    assert result.stderr.endswith(b"6 finished records are in %s/out\n" % bytes(folder))
+    assert result.stderr.endswith(b"6 finished records in %s/out\n" % bytes(folder))
     assert len(lines((folder / "out").read_bytes())) == 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ouro_batch.cli import app
+from ouro_batch.jobs.openai import native_records
 from ouro_batch.llm import LLM
 
 from .test_cli_run import write
@@ -120,7 +122,7 @@ def test_a_score_that_was_interrupted_goes_on(folder, monkeypatch):
 
     monkeypatch.setattr(LLM, "score", interrupted)
     result = command(*arguments, status=130)
-    assert "3 records are in" in result.stderr
+    assert "3 finished records in" in result.stderr
     assert not Path("scores").exists()
     command(*arguments)
     assert len(calls) == 4 + 3
@@ -134,12 +136,14 @@ def test_a_score_that_was_interrupted_goes_on(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [
-        (lambda lines: lines[::-1], 3, "must be the output of the same inputs, in their order"),
         (lambda lines: lines[:4], 1, "4 of 6 records scored"),
-        (lambda lines: [*lines, lines[-1]], 3, "the answers go on where the input has ended"),
+        (lambda lines: [*lines, lines[-1].replace(b'"index":5', b'"index":6')], 3, "have index 6"),
+        (lambda lines: [*lines, lines[-1]], 2, "out has two records of index 5, sample 0"),
         (lambda lines: [lines[0].replace(b'"q0"', b'"q9"'), *lines[1:]], 3, "has id 'q0'"),
-        (lambda lines: [b"x", *lines[1:]], 3, "line 1 is not JSON"),
-        (lambda lines: [b"[]", *lines[1:]], 3, "line 1 is no output record"),
+        (lambda lines: [b"x", *lines[1:]], 2, "line 1 of out is no output record"),
+        (lambda lines: [*lines[:2], b"[]", *lines[2:]], 2, "line 3 of out is no output record"),
+        (lambda lines: [b'{"index":-1,"error":{}}'], 2, "line 1 of out is no output record"),
+        (lambda lines: [lines[0].replace(b'"index"', b'"indx"')], 2, "is no output record"),
     ],
 )
 def test_answers_that_are_not_those_of_the_input(folder, change, status, words):
@@ -150,13 +154,46 @@ def test_answers_that_are_not_those_of_the_input(folder, change, status, words):
     assert words in result.stderr
 
 
-def test_answers_without_token_ids(folder):
+@pytest.mark.parametrize("kind", ["reversed", "compressed", "openai"])
+def test_answers_in_any_order_and_form(folder, kind):
+    """Samples and all; errors stay errors."""
+    lines = [{"custom_id" if kind == "openai" else "id": f"q{i}"} for i in range(4)]
+    for i, line in enumerate(lines):
+        request = {"prompt": [1 + i, 2, 3], "n": 1 + 2 * (i == 2), "top_k": -1 if i == 1 else 0}
+        if kind == "openai":
+            line |= {"method": "POST", "url": "/v1/completions", "body": request}
+        else:
+            line |= request
+    write(folder / "in.jsonl", lines)
+    command(
+        "run", "in.jsonl", "-o", "out", "--token-ids", "--logprobs", "0", "-q", *SAMPLING, status=1
+    )
+    records = [r for line in read("out") for r in native_records(line)]
+    name = "out"
+    if kind == "reversed":
+        lines = Path("out").read_bytes().splitlines(keepends=True)
+        Path("out").write_bytes(b"".join(reversed(lines)))
+    if kind == "compressed":
+        name = "out.gz"
+        Path(name).write_bytes(gzip.compress(Path("out").read_bytes()))
+    command("score", "in.jsonl", "--answers", name, "-o", "scores", status=1)
+    scores = read("scores")
+    assert [(s["index"], s.get("sample", 0)) for s in scores] == [
+        (0, 0), (1, 0), (2, 0), (2, 1), (2, 2), (3, 0),
+    ]  # fmt: skip
+    for score, record in zip(scores, records, strict=True):
+        assert ("error" in score) == ("error" in record) == (score["index"] == 1)
+        if "error" not in score:
+            assert score["token_ids"] == record["token_ids"]
+            own = [entry["logprob"] for entry in record["logprobs"]]
+            assert score["logprobs"] == pytest.approx(own, abs=5e-5)
+
+
+def test_answers_without_token_ids_are_refused_before_anything_is_loaded(folder):
     command("run", "in.jsonl", "-o", "out", "-q", *SAMPLING)
-    result = command("score", "in.jsonl", "--answers", "out", status=1)
-    assert {orjson.loads(line)["error"]["type"] for line in result.stdout.splitlines()} == {
-        "no_answer"
-    }
-    assert "--token-ids" in result.stdout
+    result = CliRunner().invoke(app, ["score", "in.jsonl", "--answers", "out", "-m", "nowhere"])
+    assert result.exit_code == 2
+    assert "--token-ids" in result.stderr
 
 
 def test_wrong_use(folder):

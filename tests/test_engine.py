@@ -37,6 +37,14 @@ def full_depth(max_tokens: int, **fields) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, exit_threshold=1.0, ignore_eos=True, **fields)
 
 
+def test_what_a_prompt_that_is_too_long_can_do_about_it(folder):
+    """Nobody is told to raise what is as high as it can be."""
+    for limit, advice in ((64, "lower max_tokens or raise max_model_len"), (256, "max_tokens")):
+        with LLM(folder, max_model_len=limit) as llm, pytest.raises(RequestError) as error:
+            llm.add_request([1] * limit, SamplingParams(max_tokens=1))
+        assert str(error.value).endswith(f"{advice})")
+
+
 def test_results_come_in_input_order_with_their_own_params(folder):
     llm = LLM(folder, max_rows=3)
     params = [full_depth(n) for n in (9, 1, 5, 3)]

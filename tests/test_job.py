@@ -233,6 +233,7 @@ def test_records_end_in_input_order(tmp_path, order):
         writer.write(record(index))
     assert indices(writer.part) == order
     assert not out.exists()
+    writer.complete()
     writer.finish()
     assert indices(out) == sorted(order)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -258,6 +259,7 @@ def test_existing_output_is_refused_unless_overwritten(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     writer = begun(str(tmp_path / "out"), overwrite=True)
     writer.write(record(0))
+    writer.complete()
     writer.finish()
     assert indices(tmp_path / "out") == [0]
 
@@ -275,6 +277,7 @@ def test_a_link_keeps_pointing_to_the_output(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     writer = begun(str(tmp_path / "link"), overwrite=True)
     writer.write(record(0))
+    writer.complete()
     writer.finish()
     assert (tmp_path / "link").is_symlink()
     assert indices(tmp_path / "real") == [0]
@@ -301,6 +304,7 @@ def test_full_disk_leaves_whole_records(tmp_path, monkeypatch):
 def test_a_device_is_written_to_and_never_replaced():
     writer = begun("/dev/null", overwrite=True)
     writer.write(record(0))
+    writer.complete()
     writer.finish()
     assert not os.path.isfile("/dev/null")
 

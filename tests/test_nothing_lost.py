@@ -94,6 +94,15 @@ def test_an_output_of_score_is_no_job_to_retry(folder):
     assert b"no output record of ouro-batch run" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["loop", "n" * 300])
+def test_an_output_that_no_file_can_be_is_refused(folder, name):
+    (folder / "loop").symlink_to("loop")
+    result = run(folder, "in.jsonl", "-o", name)
+    assert result.returncode == 2
+    assert b"cannot write %s" % name.encode() in result.stderr
+    assert (folder / "loop").is_symlink()
+
+
 def test_statistics_into_a_pipe_leave_it_a_pipe(folder):
     pipe = folder / "pipe"
     os.mkfifo(pipe)

@@ -87,6 +87,18 @@ def test_answers_have_openais_form(folder):
     assert (bad["custom_id"], five["custom_id"]) == ("bad", "five")
 
 
+def test_a_line_that_reading_would_change_is_answered_in_openais_form(folder):
+    write(folder / "in.jsonl", [ask("long", seed=7)])
+    text = (folder / "in.jsonl").read_text().replace('"seed":7', f'"seed":{2**64}')
+    (folder / "in.jsonl").write_text(text)
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 1
+    (answer,) = lines((folder / "out").read_bytes())
+    assert answer["custom_id"] == "long"
+    assert answer["response"]["body"]["error"]["message"] == (
+        "line 1: seed: 18446744073709551616 does not fit 64 bits (give a smaller one)"
+    )
+
+
 def test_a_stream_gathers_the_samples_of_a_line(folder):
     streamed = lines(run(folder, "in.jsonl").stdout)
     run(folder, "in.jsonl", "-o", "out")

@@ -44,7 +44,18 @@ def undisturbed(folder, *arguments, model="x"):
 
 
 @pytest.mark.parametrize(
-    "at", ["torn:1", "torn:4", "append:1", "append:7", "sync:1", "sync:4", "order:5", "rename:1"]
+    "at",
+    [
+        "torn:1",
+        "torn:4",
+        "append:1",
+        "append:7",
+        "sync:1",
+        "sync:4",
+        "order:5",
+        "rename:1",
+        "rename:2",
+    ],
 )
 def test_the_same_command_goes_on(folder, at):
     expected = undisturbed(folder)
@@ -58,12 +69,14 @@ def test_the_same_command_goes_on(folder, at):
     stats = orjson.loads((folder / "out.stats.json").read_bytes())
     assert stats["requests"]["total"] == 12
     assert stats["requests"]["resumed"] == max(kept, 0)
-    assert (b"resuming: %d records are done" % kept in result.stderr) == (kept > 0)
+    assert (b"resuming: %d record" % kept in result.stderr) == (kept > 0)
 
 
 def test_a_kill_between_rename_and_removal_is_a_finished_job(folder):
     cut(folder, at="remove:1")
-    assert names(folder) == ["in.jsonl", "out", "out.part"]
+    assert names(folder) == ["in.jsonl", "out", "out.part", "out.stats.json"]
+    stats = orjson.loads((folder / "out.stats.json").read_bytes())
+    assert stats["requests"]["total"] == 12
     before = (folder / "out").read_bytes()
     assert run(folder, "in.jsonl", "-o", "out").returncode == 0
     assert (folder / "out").read_bytes() == before
@@ -108,6 +121,24 @@ def test_other_settings_are_refused_by_name(folder, arguments, model, message):
     forced = run(folder, "in.jsonl", "-o", "out", *arguments, "--resume", "force", model=model)
     assert forced.returncode == 0, forced.stderr
     assert len(results(folder / "out")) == 12
+
+
+def test_whether_an_id_is_taken_is_asked_again_by_force(folder):
+    """The verdict on a line's id comes from the lines before it, which may have changed."""
+    ids = ["a", "b", "a", "c", "d"]
+    write(folder / "in.jsonl", [{"id": name, "prompt": name} for name in ids])
+    cut(folder, at="append:4")
+    write(folder / "in.jsonl", [{"id": name, "prompt": "a"} for name in ["x", "c", "a", "c", "d"]])
+    refused = run(folder, "in.jsonl", "-o", "out")
+    assert refused.returncode == 2
+    assert b"is not the line that" in refused.stderr
+    assert run(folder, "in.jsonl", "-o", "out", "--resume", "force").returncode == 1
+    records = results(folder / "out")
+    assert [record.get("error", {}).get("type") for record in records] == [
+        *[None] * 3,
+        "duplicate_id",
+        None,
+    ]
 
 
 def test_a_setting_that_decides_nothing_may_change(folder):
@@ -312,7 +343,7 @@ def test_a_hundred_kills(tmp_path):
     expected = undisturbed(tmp_path, "--temperature", "0.7", "--seed", "5", model="slow")
     arguments = ("in.jsonl", "-o", "out", "--temperature", "0.7", "--seed", "5")
     points = [f"{draw.choice(['append', 'torn', 'sync'])}:{draw.randint(2, 6)}" for _ in range(90)]
-    points += ["order:1", "order:7", "order:400", "rename:1", "rename:1"]
+    points += ["order:1", "order:7", "order:400", "rename:1", "rename:2", "rename:1"]
     for place in range(5, 60, 5):
         points.insert(place, "any moment")
     points.append("remove:1")

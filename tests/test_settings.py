@@ -92,7 +92,7 @@ def test_a_variable_that_the_command_does_not_know(folder):
     variables = {**os.environ, "OURO_BATCH_RUN_TEMPRATURE": "1", "COLUMNS": "300"}
     result = run(folder, "in.jsonl", env=variables)
     assert result.returncode == 2
-    assert b"run knows no variable OURO_BATCH_RUN_TEMPRATURE" in result.stderr
+    assert b"the variable OURO_BATCH_RUN_TEMPRATURE: run has no such option" in result.stderr
     assert b"did you mean 'OURO_BATCH_RUN_TEMPERATURE'?" in result.stderr
 
 

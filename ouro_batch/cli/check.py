@@ -61,6 +61,10 @@ def check(
     id_field: IdField = None,
     on_duplicate: OnDuplicateOption = OnDuplicate.error,
     on_too_long: OnTooLong = TooLong.error,
+    score: Annotated[
+        bool,
+        option(FILES, "--score", help="Check lines for score: with completions, nothing decoded."),
+    ] = False,
     limit: Annotated[
         int, option(FILES, "--limit", metavar="N", min=0, help="Problems to show.")
     ] = 20,
@@ -114,12 +118,13 @@ def check(
             dtype=dtype.value,
             options={
                 "defaults": {"max_tokens": max_tokens, "n": n},
-                "unique_ids": on_duplicate is OnDuplicate.error,
+                "unique_ids": not score and on_duplicate is OnDuplicate.error,
                 "too_long": on_too_long.value,
                 "loops": loops,
                 "max_model_len": max_model_len,
                 "block_size": block_size,
                 "keep": limit,
+                "score": score,
             },
         )
     except (UsageError, RequestError) as error:
@@ -216,6 +221,8 @@ def _as_json(found: Findings, room: Capacity | None) -> dict[str, Any]:
 def _at_once(found: Findings, room: Capacity) -> int | None:
     if not found.samples:
         return None
+    if not found.cache_tokens:
+        return found.samples
     return min(int(room.tokens / (found.cache_tokens / found.samples)), found.samples)
 
 
@@ -242,7 +249,8 @@ def _print(console: Console, found: Findings, room: Capacity | None, *, several:
             f" {found.percentile(99):,}, longest {tokens:,} ({where})",
         )
         facts.add_row("output tokens", f"{found.output_tokens:,} at most")
-        facts.add_row("cache", _cache(found, room))
+        if found.cache_tokens:  # none where completions are scored
+            facts.add_row("cache", _cache(found, room))
         facts.add_row(
             "work",
             f"{found.prefill_operations / 1e12:,.2f} TFLOP for prompts,"
@@ -261,10 +269,13 @@ def _cache(found: Findings, room: Capacity | None) -> str:
     largest = f"a request needs up to {found.largest:,} tokens"
     if room is None:
         return f"{largest} (give --gpu-memory to see what fits)"
+    fit = _at_once(found, room)
+    at_once = f"{fit:,} requests of mean size at once"
+    if fit == found.samples:
+        at_once = "all requests at once"
     return (
         f"{largest}; {_size(room.gpu_bytes)} hold weights of"
-        f" {_size(room.weight_bytes)} and about {room.tokens:,} tokens,"
-        f" {_at_once(found, room):,} such requests at once"
+        f" {_size(room.weight_bytes)} and about {room.tokens:,} tokens, {at_once}"
     )
 
 

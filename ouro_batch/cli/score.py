@@ -35,9 +35,11 @@ from ouro_batch.cli.shared import (
     option,
 )
 from ouro_batch.errors import EngineError, ModelError, RequestError
+from ouro_batch.jobs.answers import Answers
 from ouro_batch.jobs.batch import ExitStatus
 from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
 from ouro_batch.jobs.interrupt import Interrupt
+from ouro_batch.jobs.preview import counted
 from ouro_batch.jobs.reader import check_inputs, expand_inputs
 from ouro_batch.jobs.records import InputFormat
 from ouro_batch.jobs.score import ScoreCounts, ScoreJob
@@ -65,8 +67,8 @@ def score(
             FILES,
             "--answers",
             metavar="FILE",
-            help="Output of run --token-ids over the same inputs: its tokens are scored, at the"
-            " depths that they ran.",
+            help="Output of run --token-ids over the same inputs: its tokens are scored, all"
+            " samples, at the depths that they ran.",
             show_default="each line's completion",
         ),
     ] = None,
@@ -121,7 +123,11 @@ def score(
         check_apart(files, output, None)
         if not is_stream(output):
             check_writable(output)
+        made = None if answers is None else Answers(answers)
         writer = open_writer(output, overwrite=overwrite, resume=resume.value)
+    except FileError as error:
+        _say(console, f"error: {error}", "bold red")
+        raise typer.Exit(ExitStatus.ENGINE) from None
     except (UsageError, RequestError) as error:
         _say(console, f"error: {error}", "bold red")
         raise typer.Exit(ExitStatus.USAGE) from None
@@ -136,7 +142,8 @@ def score(
 
     def show(counts: ScoreCounts) -> None:
         progress.update(
-            bar, description=f"{counts.records:,} records scored, {counts.tokens:,} tokens"
+            bar,
+            description=f"{counted(counts.records, 'record')} scored, {counts.tokens:,} tokens",
         )
 
     with Interrupt() as interrupt:
@@ -177,7 +184,7 @@ def score(
                     llm,
                     inputs,
                     writer,
-                    answers=answers,
+                    answers=made,
                     params=params,
                     format=InputFormat(format is Format.text, prompt_field, id_field),
                     use_depths=not ignore_depths,
@@ -186,7 +193,8 @@ def score(
                 )
                 interrupt.immediately = False
                 counts = job.run()
-                writer.finish(job.lines)
+                writer.complete(job.lines)
+                writer.finish()
         except KeyboardInterrupt:
             raise typer.Exit(_stopped(console, "interrupted", writer, 130)) from None
         except OutputClosed as error:
@@ -206,7 +214,7 @@ def score(
 def _stopped(console: Console, why: str, writer: Writer, status: int) -> int:
     place = writer.keep()
     if place is not None:
-        why += f"; {writer.written:,} records are in {place}"
+        why += f"; {counted(writer.written, 'finished record')} in {place}"
         why += ", the same command goes on from there" if place.endswith(".part") else ""
     _say(console, why, "bold red" if status in (2, 3) else "bold")
     return status
@@ -217,7 +225,7 @@ def _say(console: Console, message: str, style: str) -> None:
 
 
 def _summary(console: Console, counts: ScoreCounts, output: str) -> None:
-    words = f"{counts.records - counts.failed:,} of {counts.records:,} records scored"
+    words = f"{counts.records - counts.failed:,} of {counted(counts.records, 'record')} scored"
     if counts.tokens:
         words += f", {counts.tokens:,} tokens, mean log-probability"
         words += f" {counts.logprob / counts.tokens:.4f}"

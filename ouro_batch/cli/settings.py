@@ -59,7 +59,8 @@ def _check_variables(context: typer.Context) -> None:
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in known:
             raise typer.BadParameter(
-                f"{context.command.name} knows no variable {variable}{_nearest(variable, known)}"
+                f"{context.command.name} has no such option{_nearest(variable, known)}",
+                param_hint=f"the variable {variable}",
             )
 
 

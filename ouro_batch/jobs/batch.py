@@ -19,7 +19,7 @@ from ouro_batch.errors import EngineError, ModelError, OuroBatchError
 from ouro_batch.jobs.errors import FileError, OutputClosed, TooManyErrors
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.job import Job
-from ouro_batch.jobs.preview import print_answers, token_pieces
+from ouro_batch.jobs.preview import counted, print_answers, token_pieces
 from ouro_batch.jobs.progress import JobTitle, open_progress, print_summary
 from ouro_batch.jobs.reader import check_inputs, count_records, expand_inputs
 from ouro_batch.jobs.records import InputFormat
@@ -149,17 +149,23 @@ class _Batch:
             self._writer.begin(self._settings(about))
             if self._writer.written and not options.quiet:
                 self._console.print(
-                    Text(f"resuming: {self._writer.written:,} records are done"), soft_wrap=True
+                    Text(f"resuming: {counted(self._writer.written, 'record')} done"),
+                    soft_wrap=True,
                 )
             if total is not None:
                 total *= options.sampling.get("n", 1)
+            self._note_without_effect(loops)
             title = JobTitle(options.model, about["device"], about["schedule"], loops, total)
             job = self._run_job(llm, title)
-            self._writer.finish(job.lines)
+            self._writer.complete(job.lines)
             places = [] if is_stream(options.output) else [("records", options.output)]
-            if self._statistics is not None:
-                self._write_statistics(llm, job.counts, load_s)
-                places.append(("statistics", self._statistics))
+            try:
+                # First, so that wherever the job is cut off the same command still makes both.
+                if self._statistics is not None:
+                    self._write_statistics(llm, job.counts, load_s)
+                    places.append(("statistics", self._statistics))
+            finally:
+                self._writer.finish()
             if not options.quiet:
                 self._preview(llm, job, loops)
                 print_summary(self._console, job.counts, loops, places)
@@ -183,6 +189,20 @@ class _Batch:
             "unique_ids": self._options.unique_ids,
             "token_ids": self._options.token_ids,
         }
+
+    def _note_without_effect(self, loops: int) -> None:
+        """Say which settings of the command line change nothing."""
+        sampling = SamplingParams(**self._options.sampling)
+        notes = [
+            f"--{name}-loops {value} is above the model's {counted(loops, 'loop')}"
+            for name, value in (("min", sampling.min_loops), ("max", sampling.max_loops))
+            if value is not None and value > loops
+        ]
+        if sampling.n > 1 and sampling.temperature == 0:
+            notes.append(f"--n {sampling.n} at --temperature 0 gives the same answer every time")
+        if not self._options.quiet:
+            for note in notes:
+                self._console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
 
     def _run_job(self, llm: LLM, title: JobTitle) -> Job:
         options = self._options
@@ -212,7 +232,7 @@ class _Batch:
         return job
 
     def _say_stopping(self, running: int) -> None:
-        what = "1 running request" if running == 1 else f"{running:,} running requests"
+        what = counted(running, "running request")
         self._console.print(
             Text(f"finishing {what}; Ctrl-C again stops now", "bold"), soft_wrap=True
         )
@@ -262,7 +282,7 @@ def _stopped(console: Console, why: str, writer: Writer) -> None:
     console.print(Text(why, "bold red" if why.startswith("error") else "bold"), soft_wrap=True)
     place = writer.keep()
     if place is not None:
-        records = f"{writer.written:,} finished records are in {place}"
+        records = f"{counted(writer.written, 'finished record')} in {place}"
         if place.endswith(".part"):
             records += "; the same command goes on from there"
         console.print(Text(records), soft_wrap=True)

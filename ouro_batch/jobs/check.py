@@ -15,12 +15,15 @@ from ouro_batch.errors import RequestError
 from ouro_batch.intake import Intake, TextSide
 from ouro_batch.jobs.prepare import Prepared, Preparer
 from ouro_batch.jobs.reader import read_lines
-from ouro_batch.jobs.records import InputFormat
+from ouro_batch.jobs.records import InputFormat, Record
+from ouro_batch.jobs.score import FIELDS as SCORE_FIELDS
+from ouro_batch.jobs.score import completion_of
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.model.source import CheckpointSource
 from ouro_batch.model.weights import empty_weights
 from ouro_batch.options import DTYPES
 from ouro_batch.params import SamplingParams
+from ouro_batch.scoring import prepare
 
 UNBOUNDED = 2**62  # blocks of a cache that nothing is known of
 
@@ -124,6 +127,7 @@ class InputCheck:
         dtype: of the cache; None is the checkpoint's.
         room: what the GPU holds; None leaves that open.
         keep: problems that are kept word by word.
+        score: whether lines are those of ``score``, with completions, instead of those of ``run``.
         the others: as ``Job`` and ``LLM`` have them.
     """
 
@@ -140,11 +144,15 @@ class InputCheck:
         block_size: int,
         room: Capacity | None,
         keep: int,
+        score: bool = False,
     ):
         config = source.config if loops is None else replace(source.config, loops=loops)
         self._config = config
         self._too_long = too_long
         self._keep = keep
+        self._score = score
+        if score:
+            format = replace(format, extra=SCORE_FIELDS)
         blocks = UNBOUNDED
         if room is not None:
             blocks = room.tokens // block_size * config.loops
@@ -172,36 +180,61 @@ class InputCheck:
         return self.findings
 
     def _take(self, prepared: Prepared) -> None:
-        found, record = self.findings, prepared.record
+        found = self.findings
         try:
             if prepared.error is not None:
                 raise prepared.error
-            request = self._intake.request(
-                0,
-                prepared.prompt,
-                record.params,
-                index=record.index,
-                sample=0,
-                too_long=self._too_long,
-            )
+            if self._score:
+                self._take_completion(prepared)
+            else:
+                self._take_request(prepared)
         except RequestError as error:
             found.problem_types[error.type] += 1
             if len(found.problems) < self._keep:
                 line = prepared.line
                 found.problems.append(Problem(line.number, line.source, error.type, str(error)))
-            return
+
+    def _take_completion(self, prepared: Prepared) -> None:
+        record = prepared.record
+        if record.openai is not None:
+            raise RequestError("this is a request of OpenAI's batch API, not a line to score")
+        completion = completion_of(record.extra)
+        start, tokens, _ = prepare(
+            self._intake,
+            self._intake.max_model_len,
+            prepared.prompt,
+            completion.tokens,
+            completion.exit_depths,
+            record.params,
+        )
+        # One pass over prompt and completion, whose last token is not run.
+        self._count(record, len(start), len(tokens), 1)
+
+    def _take_request(self, prepared: Prepared) -> None:
+        found, record = self.findings, prepared.record
+        request = self._intake.request(
+            0,
+            prepared.prompt,
+            record.params,
+            index=record.index,
+            sample=0,
+            too_long=self._too_long,
+        )
         samples, tokens = record.params.n, len(request.prompt)
-        output = record.params.max_tokens
-        found.samples += samples
         found.truncated += request.truncated > 0
-        found.prompt_lengths[tokens] += 1
-        found.longest = max(found.longest, (tokens, record.line, record.source))
-        found.prompt_tokens += samples * tokens
-        found.output_tokens += samples * output
         slots = self._config.loops * tokens + request.decode_slots()
         needed = -(-slots // self._config.loops)
         found.largest = max(found.largest, needed)
         found.cache_tokens += samples * needed
+        self._count(record, tokens, record.params.max_tokens, samples)
+
+    def _count(self, record: Record, tokens: int, output: int, samples: int) -> None:
+        found = self.findings
+        found.samples += samples
+        found.prompt_lengths[tokens] += 1
+        found.longest = max(found.longest, (tokens, record.line, record.source))
+        found.prompt_tokens += samples * tokens
+        found.output_tokens += samples * output
         found.prefill_operations += samples * self._operations(0, tokens)
         found.decode_operations += samples * self._operations(tokens, output - 1)
 

@@ -12,6 +12,8 @@ from ouro_batch.jobs.reader import Line
 from ouro_batch.jobs.records import InputFormat, Record, RecordError, input_hash, parse_record
 from ouro_batch.params import SamplingParams
 
+TAKEN_ID = 0x9E3779B97F4A7C15  # tells the hash of a line whose id is taken from that of the line
+
 if TYPE_CHECKING:
     from ouro_batch.intake import EncodedPrompt
 
@@ -65,11 +67,19 @@ class Preparer:
         try:
             if self._seen is not None and record.has_own_id:
                 self._check_id(record)
+        except RequestError as error:
+            # Its lines before say so, not the line itself: another verdict is another input.
+            return self._refused(line, line_hash ^ TAKEN_ID, record, error)
+        try:
             prompt = None if self._done(line.index) else self._encode(record)
         except RequestError as error:
-            wrong = RecordError(str(error), error.type, record.id, record.openai)
-            return Prepared(line, line_hash, error=wrong)
+            return self._refused(line, line_hash, record, error)
         return Prepared(line, line_hash, record, prompt)
+
+    @staticmethod
+    def _refused(line: Line, line_hash: int, record: Record, error: RequestError) -> Prepared:
+        wrong = RecordError(str(error), error.type, record.id, record.openai)
+        return Prepared(line, line_hash, error=wrong)
 
     def _check_id(self, record: Record) -> None:
         first = self._seen.first(record.id, record.line, record.source)

@@ -179,6 +179,11 @@ def _print_digits(console: Console, tokens: Pieces) -> None:
     flush()
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 record``, ``2,000 records``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """``4.2 s``, ``1:05``, ``2:03:04``."""
     if seconds < 10:

@@ -87,6 +87,12 @@ def check_inputs(inputs: Sequence[str], *, text: bool = False) -> None:
             raise UsageError(f"cannot read {source}: {error.strerror}") from None
 
 
+def is_plain(source: str) -> bool:
+    """Whether a source's bytes are its lines, and can be read more than once."""
+    packed = source.endswith((GZIP, ZSTANDARD, PARQUET))
+    return source != STDIN and os.path.isfile(source) and not packed
+
+
 def count_records(inputs: Sequence[str]) -> int | None:
     """Records in all inputs, None where one is no regular file and can be read only once."""
     if not all(source != STDIN and os.path.isfile(source) for source in inputs):

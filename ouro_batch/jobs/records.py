@@ -14,7 +14,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,7 +103,7 @@ def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | Non
     if not isinstance(fields, dict):
         raise RecordError(f"the line must be a JSON object, got {_kind(fields)}")
     if _may_lose(line.data, fields):
-        _check_lossless(line.data)
+        _check_lossless(line, fields, format)
     extra = {name: fields.pop(name) for name in format.extra if name in fields}
     if is_openai_line(fields):
         return replace(_openai_record(line, fields, defaults), extra=extra)
@@ -120,15 +119,19 @@ def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | Non
 
 
 def _openai_record(line: Line, fields: dict[str, Any], defaults: SamplingParams) -> Record:
+    try:
+        own = record_fields(fields)
+        record = _record(line, own["id"], own, defaults)
+        return replace(record, openai=asked(fields, record.params.n))
+    except RequestError as error:
+        raise _openai_error(str(error), error.type, fields) from None
+
+
+def _openai_error(message: str, type: str, fields: Mapping[str, Any]) -> RecordError:
     record_id = fields.get("custom_id")
     if not isinstance(record_id, str):
         record_id = None
-    try:
-        own = record_fields(fields)
-        record = _record(line, record_id, own, defaults)
-        return replace(record, openai=asked(fields, record.params.n))
-    except RequestError as error:
-        raise RecordError(str(error), error.type, record_id, asked(fields, 1)) from None
+    return RecordError(message, type, record_id, asked(fields, 1))
 
 
 def _may_lose(data: bytes, fields: Mapping[str, Any]) -> bool:
@@ -141,30 +144,65 @@ def _may_lose(data: bytes, fields: Mapping[str, Any]) -> bool:
     )
 
 
-def _check_lossless(data: bytes) -> None:
+def _check_lossless(line: Line, fields: Mapping[str, Any], format: InputFormat) -> None:
     """Refuse what reading would change: long integers, and all but the last of equal names.
 
     Raises:
-        RecordError: naming the number or the field.
+        RecordError: naming the number or the field, with the line's id where that is sure.
     """
+    problem = ""
 
     def integer(digits: str) -> int:
+        nonlocal problem
         value = int(digits[:40])
-        if not -(2**63) <= value < 2**64:
+        if not problem and not -(2**63) <= value < 2**64:
             shown = digits if len(digits) <= 40 else f"{digits[:37]}..."
-            raise RecordError(f"{shown} does not fit 64 bits (write it in quotes)")
+            problem = f"{shown} does not fit 64 bits"
         return value
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
+    def unique(pairs: list[tuple[str, Any]]) -> _Pairs:
+        nonlocal problem
+        names = [name for name, _ in pairs]
+        if not problem and len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise RecordError(f"the field {twice!r} is there twice")
-        return found
+            problem = f"the field {twice!r} is there twice"
+        return _Pairs(pairs)
 
-    with suppress(RecursionError):  # what is nested so deeply is refused where it is used
-        json.loads(data, parse_int=integer, object_pairs_hook=unique)
+    try:
+        pairs: _Pairs = json.loads(line.data, parse_int=integer, object_pairs_hook=unique)
+    except RecursionError:  # what is nested so deeply is refused where it is used
+        return
+    if not problem:
+        return
+    if problem.endswith("64 bits"):
+        where, value = _with_long_integer(pairs)
+        if where == "body" and isinstance(value, _Pairs):  # of OpenAI
+            where, _ = _with_long_integer(value)
+        way_out = "give a smaller one" if where in SAMPLING_FIELDS else "write it in quotes"
+        problem = f"{where}: {problem} ({way_out})"
+    if is_openai_line(fields):
+        raise _openai_error(problem, "invalid_request", fields)
+    own_ids = [value for name, value in pairs if name == (format.id_field or "id")]
+    record_id = line.index if not own_ids else None
+    if len(own_ids) == 1 and isinstance(own_ids[0], (str, int)):
+        record_id = None if _has_long_integer(own_ids[0]) else own_ids[0]
+    raise RecordError(problem, id=record_id)
+
+
+class _Pairs(list):
+    """The names and values of a JSON object, equal names and all."""
+
+
+def _with_long_integer(pairs: _Pairs) -> tuple[str, Any]:
+    return next(pair for pair in pairs if _has_long_integer(pair[1]))
+
+
+def _has_long_integer(value: Any) -> bool:
+    if isinstance(value, _Pairs):
+        return any(_has_long_integer(item) for _, item in value)
+    if isinstance(value, list):
+        return any(map(_has_long_integer, value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 
 def input_hash(line: Line, record: Record | None) -> int:

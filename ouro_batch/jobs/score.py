@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import orjson
 
 from ouro_batch.errors import RequestError
 from ouro_batch.jobs.ahead import ReadAhead
+from ouro_batch.jobs.answers import Answers
 from ouro_batch.jobs.errors import FileError
 from ouro_batch.jobs.interrupt import Interrupt
-from ouro_batch.jobs.reader import Line, read_lines
+from ouro_batch.jobs.reader import Line
 from ouro_batch.jobs.records import InputFormat, Record, RecordError, error_record, parse_record
 from ouro_batch.jobs.writer import Writer
 from ouro_batch.params import SamplingParams, Score
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ouro_batch.llm import LLM
 
 
+FIELDS = ("completion", "exit_depths")  # of a line to score, besides those of a record
 WAIT_S = 0.1  # for a line, before it is asked whether to stop
 
 
@@ -61,8 +63,8 @@ class ScoreJob:
 
     Args:
         inputs: files of lines, as ``read_lines`` takes them.
-        answers: output of ``run`` with token ids over the same inputs, whose tokens and depths are
-            scored; None: a line brings ``completion`` and may bring ``exit_depths``.
+        answers: those of a run over the same inputs, whose tokens and depths are scored, all
+            samples of a line; None: a line brings ``completion`` and may bring ``exit_depths``.
         params: threshold and loops for completions without depths.
         use_depths: whether the depths that are given are used; else the gate decides.
     """
@@ -73,7 +75,7 @@ class ScoreJob:
         inputs: Sequence[str],
         writer: Writer,
         *,
-        answers: str | None,
+        answers: Answers | None,
         params: SamplingParams,
         format: InputFormat,
         use_depths: bool,
@@ -85,9 +87,9 @@ class ScoreJob:
         self._llm = llm
         self._inputs = inputs
         self._writer = writer
-        self._answers = None if answers is None else _answers(answers)
+        self._answers = answers
         self._params = params
-        self._format = replace(format, extra=("completion", "exit_depths"))
+        self._format = replace(format, extra=FIELDS)
         self._use_depths = use_depths
         self._interrupt = interrupt
         self._on_record = on_record
@@ -104,18 +106,24 @@ class ScoreJob:
                     self._take(line)
         finally:
             reader.close()
-        if self._answers is not None and next(self._answers, None) is not None:
+        if self._answers is not None and self._answers.last_index >= self.lines:
             raise FileError(
-                f"the answers go on where the input has ended, after {self.lines:,} lines: they"
-                " must be the output of the same inputs"
+                f"the answers have index {self._answers.last_index}, but the input has"
+                f" {self.lines:,} lines: they must be the output of the same inputs"
             )
         return self.counts
 
     def _take(self, line: Line) -> None:
         self.lines += 1
-        answer = None if self._answers is None else next(self._answers, {})
+        if self._answers is None:
+            self._take_sample(line, None)
+            return
+        for answer in self._answers.of(line.index) or [{}]:
+            self._take_sample(line, answer)
+
+    def _take_sample(self, line: Line, answer: Mapping[str, Any] | None) -> None:
         line_hash = _hash(line, answer)
-        record = self._writer.kept(line, line_hash)
+        record = self._writer.kept(line, line_hash, (answer or {}).get("sample", 0))
         if record is None:
             record = self._score(line, answer)
             self._writer.write(record, line_hash)
@@ -124,16 +132,17 @@ class ScoreJob:
 
     def _score(self, line: Line, answer: Mapping[str, Any] | None) -> dict[str, Any]:
         record_id: Any = None
+        sample = {} if answer is None or "sample" not in answer else {"sample": answer["sample"]}
         try:
             record = parse_record(line, self._params, self._format)
             record_id = record.id
-            if record.openai is not None:
+            if record.openai is not None and answer is None:
                 raise RequestError(
                     "a line to score has prompt or messages and completion; this is a request of"
-                    " OpenAI's batch API"
+                    " OpenAI's batch API, which needs --answers"
                 )
             given = record.extra if answer is None else _of_answer(line, record, answer)
-            completion = _completion(given)
+            completion = completion_of(given)
             depths = completion.exit_depths if self._use_depths else None
             prompt = self._llm.encode(record.prompt, record.messages, record.chat_template_kwargs)
             (score,) = self._llm.score(
@@ -142,13 +151,14 @@ class ScoreJob:
                 None if depths is None else [depths],
                 params=record.params,
             )
-        except RecordError as error:
-            wrong = RecordError(str(error), error.type, error.id)
-            return error_record(line, wrong, name_file=len(self._inputs) > 1)
         except RequestError as error:
-            wrong = RecordError(str(error).removeprefix("prompt 0: "), error.type, record_id)
-            return error_record(line, wrong, name_file=len(self._inputs) > 1)
-        return _score_record(record, score, len(prompt.tokens))
+            wrong = RecordError(
+                str(error).removeprefix("prompt 0: "),
+                error.type,
+                error.id if isinstance(error, RecordError) else record_id,
+            )
+            return error_record(line, wrong, name_file=len(self._inputs) > 1) | sample
+        return _score_record(record, score, len(prompt.tokens)) | sample
 
 
 def _score_record(record: Record, score: Score, prompt_tokens: int) -> dict[str, Any]:
@@ -171,7 +181,8 @@ def _score_record(record: Record, score: Score, prompt_tokens: int) -> dict[str,
     }
 
 
-def _completion(given: Mapping[str, Any]) -> Completion:
+def completion_of(given: Mapping[str, Any]) -> Completion:
+    """The completion that a line or an answer brings. Raises RequestError where there is none."""
     if "completion" not in given:
         raise RequestError(
             "a line to score needs completion: text, or token ids (or give --answers OUT)"
@@ -184,17 +195,6 @@ def _completion(given: Mapping[str, Any]) -> Completion:
     return Completion(tokens, depths)
 
 
-def _answers(path: str) -> Iterator[dict[str, Any]]:
-    for line in read_lines([path]):
-        try:
-            record = orjson.loads(line.data)
-        except orjson.JSONDecodeError as error:
-            raise FileError(f"{path}, line {line.number} is not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise FileError(f"{path}, line {line.number} is no output record")
-        yield record
-
-
 def _of_answer(line: Line, record: Record, answer: Mapping[str, Any]) -> dict[str, Any]:
     """An output record's tokens and depths.
 
@@ -203,13 +203,7 @@ def _of_answer(line: Line, record: Record, answer: Mapping[str, Any]) -> dict[st
         RequestError: it has none.
     """
     if not answer:
-        raise RequestError("the answers end before this line", "no_answer")
-    if answer.get("index") != line.index or answer.get("sample", 0):
-        raise FileError(
-            f"the answers have index {answer.get('index')!r} where the input is at {line.index}:"
-            " they must be the output of the same inputs, in their order, one a line, in the"
-            " native form"
-        )
+        raise RequestError("the answers have none to this line", "no_answer")
     if answer.get("id") != record.id:
         raise FileError(
             f"line {line.number} of {line.source} has id {record.id!r}, its answer is that of id"
@@ -223,12 +217,6 @@ def _of_answer(line: Line, record: Record, answer: Mapping[str, Any]) -> dict[st
         )
     if "error" in answer:
         raise RequestError("the answer is an error record: there is nothing to score", "no_answer")
-    if "token_ids" not in answer:
-        raise RequestError(
-            "the answer has no token_ids (run with --token-ids: text alone does not say where"
-            " tokens begin)",
-            "no_answer",
-        )
     return {"completion": answer["token_ids"], "exit_depths": answer.get("exit_depths")}
 
 

@@ -46,8 +46,11 @@ class Writer(Protocol):
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         """Take one record. Raises FileError or OutputClosed where it cannot be written."""
 
-    def finish(self, lines: int | None = None) -> None:
-        """All records were written. Raises FileError where they cannot be put in place."""
+    def complete(self, lines: int | None = None) -> None:
+        """All records were written, of an input of ``lines``. Raises as ``write`` does."""
+
+    def finish(self) -> None:
+        """After ``complete``: put the records in place. Raises FileError where that fails."""
 
     def keep(self) -> str | None:
         """Write no more. Where the finished records are, None where there are none."""
@@ -222,8 +225,8 @@ class FileWriter:
         except OSError as error:
             raise FileError(f"writing {self.part} failed: {error.strerror}") from error
 
-    def finish(self, lines: int | None = None) -> None:
-        """Put all records in place; ``lines`` is how many the input had.
+    def complete(self, lines: int | None = None) -> None:
+        """All records are in the part; ``lines`` is how many the input had.
 
         Raises:
             UsageError: the part holds records of lines that the input did not have.
@@ -235,6 +238,12 @@ class FileWriter:
             )
         try:
             self._part.finish()
+        except OSError as error:
+            raise FileError(f"writing {self.part} failed: {error.strerror}") from error
+
+    def finish(self) -> None:
+        """Put all records in place, and let the part go."""
+        try:
             write_atomically(self.path, _as_asked(self._part.lines(ordered=self._ordered)))
         except OSError as error:
             raise FileError(
@@ -290,8 +299,11 @@ class StreamWriter:
             raise FileError(f"writing {self._name} failed: {error.strerror}") from error
         self.written += 1
 
-    def finish(self, lines: int | None = None) -> None:
-        """Nothing is left to do: each record was flushed."""
+    def complete(self, lines: int | None = None) -> None:
+        """Each record was flushed."""
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
 
     def keep(self) -> str | None:
         return self._name if self.written else None
@@ -358,9 +370,18 @@ def check_writable(path: str) -> None:
     Raises:
         UsageError: naming the file and what is wrong.
     """
-    folder = os.path.dirname(os.path.realpath(path))
     if not path:
         raise UsageError("the name of a file to write is empty")
+    with suppress(FileNotFoundError):
+        try:
+            os.stat(path)
+        except (NotADirectoryError, PermissionError):
+            pass  # which the folder says better
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # a link to itself, a name that is too long
+            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    folder = os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path):
         raise UsageError(f"cannot write {path}: it is a folder")
     if not os.path.isdir(folder):

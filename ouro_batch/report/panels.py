@@ -39,20 +39,20 @@ def _by_position(depth: dict[str, Any]) -> str:
     titles, totals = [], []
     for place, counts in enumerate(bins):
         total = sum(counts)
-        first = table["first"] + place * width
+        first = table["first"] + 1 + place * width  # the first token of an answer is token 1
         where = f"token {first}" if width == 1 else f"tokens {first} to {first + width - 1}"
         mean = sum(d * n for d, n in enumerate(counts, 1)) / total if total else None
         shares = ", ".join(f"{d}: {text.share(n, total)}" for d, n in enumerate(counts, 1))
         titles.append(f"{where}: mean depth {text.depth(mean)} ({shares}), {total:,} tokens")
         totals.append(total)
-    last = table["first"] + len(bins) * width - 1
+    last = table["first"] + len(bins) * width
     return figure(
         "<b>Exit depth by position</b> share of tokens, depth 1 at the top",
         charts.stacked(bins, titles, "Share of exit depths by position in the answer"),
     ) + figure(
         f"<b>Tokens at that position</b> up to {max(totals):,}",
         charts.columns(totals, titles, "Tokens at each position in the answer"),
-        [f"token {table['first']}", f"token {last:,}"],
+        [f"token {table['first'] + 1}", f"token {last:,}"],
         low=True,
     )
 

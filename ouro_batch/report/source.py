@@ -148,6 +148,8 @@ class Output:
             record = record["record"]
         elif self._no_record(number, record):
             return []
+        if isinstance(record, dict) and "logprob" in record and "finish_reason" not in record:
+            raise UsageError(f"{self.name} is output of ouro-batch score; report shows that of run")
         try:
             rows = [parse_row(native) for native in native_records(record)]
         except (ValueError, TypeError, KeyError, LookupError, AttributeError):

@@ -133,7 +133,8 @@ def _positions(numbers: dict[str, Any], console: Console) -> Table:
         if not total:
             continue
         mean = sum(d * n for d, n in enumerate(counts, 1)) / total
-        name = f"token {first:,}" if first == last else f"{first:,} to {last:,}"
+        # Output index 1 is an answer's second token.
+        name = f"token {first + 1:,}" if first == last else f"{first + 1:,} to {last + 1:,}"
         grid.add_row(
             name, _divided(counts, loops, console), f"{mean:.2f}", Text(f"{total:,}", "dim")
         )
