@@ -151,7 +151,7 @@ def test_the_speed_of_a_resumed_job_is_that_of_its_last_run(tmp_path):
 
 def test_the_second_token_is_called_token_2(tmp_path):
     """The first comes from prefill, and has no depth to show."""
-    shown = report(make_output(tmp_path / "out"), text=True).stdout
+    shown = run_report(make_output(tmp_path / "out"), text=True).stdout
     assert "token 2 " in shown
     assert "token 1 " not in shown
 
@@ -160,7 +160,7 @@ def test_output_of_score_is_refused_by_name(tmp_path):
     score = {"id": 1, "index": 0, "logprob": -1.0, "greedy": True, "exit_depths": [4]}
     error = {"id": 0, "index": 1, "error": {"type": "no_answer", "message": "x", "line": 2}}
     (tmp_path / "scores").write_bytes(orjson.dumps(error) + b"\n" + orjson.dumps(score))
-    result = report(tmp_path / "scores")
+    result = run_report(tmp_path / "scores")
     assert result.returncode == 2
     assert b"is output of ouro-batch score" in result.stderr
 
