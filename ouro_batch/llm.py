@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import torch
 
 from ouro_batch import memory
 from ouro_batch.engine.engine import Engine
-from ouro_batch.engine.kv import BlockManager
 from ouro_batch.engine.request import Request
-from ouro_batch.engine.scheduler import Scheduler
 from ouro_batch.environment import versions
 from ouro_batch.errors import EngineError, ModelError, RequestError
 from ouro_batch.intake import EncodedPrompt, Intake, Messages, TextSide, output_of
+from ouro_batch.loading import load_engine
 from ouro_batch.model.files import fingerprint
-from ouro_batch.model.ouro import Ouro
 from ouro_batch.model.source import CheckpointSource, ModelSource
 from ouro_batch.options import (
     SCHEDULES,
@@ -32,38 +29,9 @@ from ouro_batch.options import (
     resolve_dtype,
 )
 from ouro_batch.params import MAX_SEED, RequestOutput, SamplingParams, Score
-from ouro_batch.runner.base import Runner
 from ouro_batch.scoring import score
 
 __all__ = ["LLM", "EncodedPrompt", "EngineSnapshot", "RequestOutput", "SamplingParams"]
-
-
-def make_runner(
-    attention: str,
-    model: Ouro,
-    *,
-    max_prefill_tokens: int,
-    batch_invariant: bool,
-    **options: Any,
-) -> Runner:
-    """The runner that goes with ``attention``; each is imported only where it is used."""
-    if attention == "triton":
-        from ouro_batch.runner.triton import TritonRunner
-
-        return TritonRunner(
-            model,
-            max_prefill_tokens=max_prefill_tokens,
-            batch_invariant=batch_invariant,
-            **options,
-        )
-    from ouro_batch.attention.fixed import FixedAttention
-    from ouro_batch.attention.reference import ReferenceAttention
-    from ouro_batch.runner.eager import EagerRunner
-
-    implementation = (
-        FixedAttention(model.config.num_heads) if batch_invariant else ReferenceAttention()
-    )
-    return EagerRunner(model, implementation, fixed_blocks=batch_invariant, **options)
 
 
 @dataclass(frozen=True)
@@ -180,52 +148,28 @@ class LLM:
                 f"max_model_len {max_model_len} is above the model's {positions} positions"
             )
         text = TextSide.from_folder(model.folder)
-        with self._out_of_memory("the weights", "use another device or dtype"):
-            weights = model.load(self.device, self.dtype)
-        with self._out_of_memory(
-            f"the work space of {rows} rows and {batched} tokens a step",
-            "lower max_rows, max_batched_tokens or max_model_len",
-        ):
-            runner = make_runner(
-                self.attention,
-                Ouro(self.config, weights),
-                rows=rows,
-                block_size=block_size,
-                max_model_len=self.max_model_len,
-                max_prefill_tokens=batched,
-                refill=schedule != "no-refill",
-                batch_invariant=batch_invariant,
-            )
-        blocks = memory.cache_blocks(
+        self.engine: Engine | None = load_engine(
+            model,
             self.config,
-            self.dtype,
-            self.device,
-            block_size=block_size,
+            device=self.device,
+            dtype=self.dtype,
+            attention=self.attention,
+            schedule=schedule,
             rows=rows,
-            max_model_len=self.max_model_len,
+            batched_tokens=batched,
+            block_size=block_size,
             kv_tokens=kv_tokens,
             kv_memory=kv_memory,
             gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=self.max_model_len,
+            batch_invariant=batch_invariant,
         )
-        cache_bytes = blocks * memory.block_bytes(self.config, self.dtype, block_size)
-        with self._out_of_memory(
-            f"a cache of {cache_bytes:,} bytes",
-            "lower kv_memory, kv_tokens or gpu_memory_utilization",
-        ):
-            runner.allocate_cache(blocks)
-        self.blocks = BlockManager(blocks, block_size, self.config.loops)
+        self.blocks = self.engine.scheduler.blocks
         self.intake = Intake(
             self.config, text, blocks=self.blocks, max_model_len=self.max_model_len, seed=seed
         )
-        scheduler = Scheduler(
-            self.blocks,
-            rows=rows,
-            max_batched_tokens=batched,
-            gather=max(1, rows // 32) if on_gpu else 1,
-        )
         self.max_rows = rows
         self.max_batched_tokens = batched
-        self.engine: Engine | None = Engine(scheduler, runner)
         self._unfinished: dict[int, Request] = {}
         self._held: list[RequestOutput] = []  # finished during a generate() that did not own them
         self._next_id = 0
@@ -236,15 +180,6 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    @contextmanager
-    def _out_of_memory(self, what: str, advice: str) -> Iterator[None]:
-        try:
-            yield
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise EngineError(
-                f"{what} cannot be allocated on {self.device}: {error} ({advice})"
-            ) from error
 
     def close(self) -> None:
         """Drop weights and cache; unfinished requests are lost."""
