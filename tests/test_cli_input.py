@@ -62,6 +62,24 @@ def test_parquet(folder):
     assert b"in.parquet has columns, not lines of text" in refused.stderr
 
 
+def test_a_parquet_file_that_is_none(folder):
+    pytest.importorskip("pyarrow.parquet")
+    (folder / "in.parquet").write_bytes(b"garbage")
+    for quiet in ([], ["-q"]):
+        result = run(folder, "in.parquet", "-o", "out", *quiet)
+        assert result.returncode == 3
+        assert b"reading in.parquet failed" in result.stderr
+        assert b"Traceback" not in result.stderr
+
+
+def test_columns_that_are_named_are_no_openai_line(folder):
+    write(folder / "in.jsonl", [{"url": "u1", "body": "ab", "custom_id": "c", "title": "t"}])
+    result = run(folder, "in.jsonl", "--prompt-field", "body", "--id-field", "url")
+    (record,) = lines(result.stdout)
+    assert (record["id"], record["text"]) == ("u1", "AB")
+    assert record["metadata"] == {"custom_id": "c", "title": "t"}
+
+
 def test_a_parquet_row_that_json_cannot_hold_fails_alone(folder):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -189,6 +189,25 @@ def test_answers_in_any_order_and_form(folder, kind):
             assert score["logprobs"] == pytest.approx(own, abs=5e-5)
 
 
+def test_a_sample_that_changed_is_scored_again_with_its_line(folder, monkeypatch):
+    write(folder / "in.jsonl", [{"prompt": [1, 2, 3], "n": 3}])
+    command("run", "in.jsonl", "-o", "out", "--token-ids", "-q", *SAMPLING)
+    records = read("out")
+    write(folder / "more", [*records, records[0] | {"index": 9}])
+    arguments = ["score", "in.jsonl", "-o", "scores", "-q", "--answers"]
+    command(*arguments, "more", status=3)
+    assert Path("scores.part").exists()
+    records[1] |= {name: records[2][name] for name in ("token_ids", "exit_depths")}
+    write(folder / "changed", records)
+    command(*arguments, "changed", status=2)
+    command(*arguments, "changed", "--resume", "force")
+    assert [score["token_ids"] for score in read("scores")] == [r["token_ids"] for r in records]
+    command(*arguments[:2], "-o", "few", "-q", "--answers", "more", status=3)
+    write(folder / "first", records[:1])
+    command(*arguments[:2], "-o", "few", "-q", "--answers", "first", "--resume", "force")
+    assert len(read("few")) == 1
+
+
 def test_answers_without_token_ids_are_refused_before_anything_is_loaded(folder):
     command("run", "in.jsonl", "-o", "out", "-q", *SAMPLING)
     result = CliRunner().invoke(app, ["score", "in.jsonl", "--answers", "out", "-m", "nowhere"])

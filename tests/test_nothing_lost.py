@@ -94,6 +94,83 @@ def test_an_output_of_score_is_no_job_to_retry(folder):
     assert b"no output record of ouro-batch run" in result.stderr
 
 
+def test_retrying_a_job_that_was_to_replace_an_output_takes_nothing_from_that(folder):
+    assert run(folder, "in.jsonl", "-o", "out", "--max-tokens", "1").returncode == 0
+    arguments = ["in.jsonl", "-o", "out", "--max-tokens", "4"]
+    run(folder, *arguments, "--overwrite", env={**os.environ, "KILL_AT": "append:1"})
+    assert run(folder, *arguments, "--retry-errors").returncode == 0
+    assert run(folder, *arguments[:2], "whole", *arguments[3:]).returncode == 0
+    texts = [[r["text"] for r in lines((folder / name).read_bytes())] for name in ("out", "whole")]
+    assert texts[0] == texts[1]
+
+
+def test_samples_that_are_there_outlive_a_line_that_can_no_longer_be_run(folder):
+    write(folder / "in.jsonl", [{"prompt": "refuse me", "n": 3}])
+    killed = {**os.environ, "REFUSE": "nothing", "KILL_AT": "append:2"}
+    run(folder, "in.jsonl", "-o", "out", env=killed)
+    before = (folder / "out.part").read_bytes()
+    refused = run(folder, "in.jsonl", "-o", "out")
+    assert refused.returncode == 2
+    assert b"can no longer be run" in refused.stderr
+    assert (folder / "out.part").read_bytes() == before
+    result = run(folder, "in.jsonl", "-o", "out", env={**os.environ, "REFUSE": "nothing"})
+    assert result.returncode == 0
+    assert len(lines((folder / "out").read_bytes())) == 3
+
+
+@pytest.mark.parametrize("end", [".tmp", ".part"])
+def test_an_input_beside_what_a_link_points_to_is_kept(folder, end):
+    (folder / "far").mkdir()
+    (folder / "link").symlink_to("far/real")
+    source = folder / "far" / f"real{end}"
+    source.write_bytes((folder / "in.jsonl").read_bytes())
+    result = run(folder, str(source), "-o", "link", "--resume", "never")
+    assert result.returncode == 2
+    assert b"is an input too" in result.stderr
+    assert source.read_bytes() == (folder / "in.jsonl").read_bytes()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_job_outlives_a_full_log(folder):
+    command = [*COMMAND, "in.jsonl", "-m", "x", "-o", "out"]
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run(command, cwd=folder, stderr=full).returncode == 0
+    assert (folder / "out").exists()
+
+
+def test_a_pattern_does_not_stand_for_the_job_itself(folder):
+    arguments = ["*", "-o", "out"]
+    cut = run(folder, *arguments, env={**os.environ, "KILL_AT": "append:2"})
+    assert cut.returncode == -9, cut.stderr
+    assert run(folder, *arguments).returncode == 0
+
+
+def test_statistics_of_the_run_that_made_the_records_stay(folder):
+    run(folder, "in.jsonl", "-o", "out", env={**os.environ, "KILL_AT": "rename:2"})
+    made = (folder / "out.stats.json").read_bytes()
+    for arguments in ([], ["--retry-errors"]):
+        assert run(folder, "in.jsonl", "-o", "out", *arguments).returncode == 0
+        assert (folder / "out.stats.json").read_bytes() == made
+
+
+def test_statistics_to_standard_output(folder):
+    for name in ("-", "/dev/stdout"):
+        result = run(folder, "in.jsonl", "-o", "out", "--overwrite", "--stats", name)
+        assert result.returncode == 0, result.stderr
+        assert b'"requests"' in result.stdout
+    assert not (folder / "-").exists()
+
+
+def test_a_retry_that_is_refused_leaves_nothing(folder):
+    write(folder / "in.jsonl", [{"id": 2, "prompt": "a"}, {"id": 1, "prompt": "refuse me"}])
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 1
+    write(folder / "in.jsonl", [{"id": 3, "prompt": "a"}, {"id": 1, "prompt": "refuse me"}])
+    there = sorted(path.name for path in folder.iterdir())
+    env = {**os.environ, "REFUSE": "nothing"}
+    assert run(folder, "in.jsonl", "-o", "out", "--retry-errors", env=env).returncode == 2
+    assert sorted(path.name for path in folder.iterdir()) == there
+
+
 @pytest.mark.parametrize("name", ["loop", "n" * 300])
 def test_an_output_that_no_file_can_be_is_refused(folder, name):
     (folder / "loop").symlink_to("loop")

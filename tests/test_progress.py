@@ -267,3 +267,11 @@ def test_question_of_chat_and_token_prompts():
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_question_in_parts_is_shown_joined():
+    content = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    screen = console(terminal=False, width=80)
+    messages = [{"role": "user", "content": content}]
+    show(screen, answer("ab", [4, 1], messages=messages), FakeLLM("x"))
+    assert "one two" in shown(screen)

@@ -21,6 +21,7 @@ from ouro_batch.report.page import page
 from ouro_batch.report.palette import as_hex, night
 from ouro_batch.report.source import Row
 from ouro_batch.report.tally import DepthTable, Tally
+from ouro_batch.report.terminal import _course
 from tests.fakes import FakeLLM, FakeSnapshot
 from tests.test_job import ListWriter, jsonl
 
@@ -154,6 +155,33 @@ def test_the_second_token_is_called_token_2(tmp_path):
     shown = run_report(make_output(tmp_path / "out"), text=True).stdout
     assert "token 2 " in shown
     assert "token 1 " not in shown
+
+
+def test_a_record_that_is_there_twice_is_no_crash(tmp_path):
+    out = Path(make_output(tmp_path / "out"))
+    out.write_bytes(out.read_bytes() * 2)
+    assert numbers_of(str(out), answers=50)["runs"][0]["requests"]["ok"] == 20
+
+
+def test_records_of_a_part_that_count_no_more(tmp_path):
+    part = tmp_path / "out.part"
+    record = {"text": "ab", "exit_depths": [4, 1], "finish_reason": "stop"}
+    entry = [
+        {"index": index, "sample": 0, "hash": "0", "record": {"index": index, **record}}
+        for index in (0, 1, 2)
+    ]
+    entries = [{"ouro_batch_part": 2, "settings": {}}, *entry]
+    entries += [{"index": 1, "dropped": True}, entry[2], {"index": 0, "dropped": True}, entry[0]]
+    part.write_bytes(b"".join(orjson.dumps(e) + b"\n" for e in entries))
+    assert numbers_of(str(part))["runs"][0]["requests"]["ok"] == 2
+
+
+@pytest.mark.parametrize("end", [n / 7 for n in range(1, 40)])
+def test_the_course_of_any_length_is_shown(end):
+    times = (0.0, end / 3, 2 * end / 3, end)
+    samples = [{"t_s": t, "completion_tokens": t, "rows_in_use": 1} for t in times]
+    for width in range(10, 61):
+        _course({"timeline": samples, "max_rows": 4}, width)
 
 
 def test_output_of_score_is_refused_by_name(tmp_path):

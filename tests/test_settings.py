@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import orjson
 import pytest
 import typer
 
@@ -86,6 +87,22 @@ def test_a_file_that_is_not_there(folder):
     result = run(folder, "in.jsonl", "--config", "no.toml", env={**os.environ, "COLUMNS": "300"})
     assert result.returncode == 2
     assert b"cannot read no.toml: No such file" in result.stderr
+
+
+def test_a_variable_is_one_value(folder):
+    """Stops and names of files may hold spaces."""
+    (folder / "in.jsonl").rename(folder / "an input.jsonl")
+    variables = {
+        "OURO_BATCH_RUN_STOP": "END OF",
+        "OURO_BATCH_RUN_STOP_TOKEN_ID": "1 2",
+        "OURO_BATCH_RUN_INPUTS": "an input.jsonl",
+    }
+    result = run(folder, "-o", "out", env={**os.environ, **variables})
+    assert result.returncode == 0, result.stderr
+    options = orjson.loads((folder / "out.stats.json").read_bytes())["options"]
+    assert options["sampling"]["stop"] == ["END OF"]
+    assert options["sampling"]["stop_token_ids"] == [1, 2]
+    assert options["inputs"] == ["an input.jsonl"]
 
 
 def test_a_variable_that_the_command_does_not_know(folder):

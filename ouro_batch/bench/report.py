@@ -26,6 +26,19 @@ class Document:
         self._path = None if output in (None, STDOUT) else Path(output)
         if self._path is not None and not self._path.absolute().parent.is_dir():
             raise BenchError(f"--output {output}: there is no folder {self._path.parent}")
+        if self._path is not None and self._path.exists():
+            self._check_replaceable()
+
+    def _check_replaceable(self) -> None:
+        """Only an earlier document may go."""
+        if not self._path.is_file():
+            raise BenchError(f"--output {self._path} is no file")
+        try:
+            old = json.loads(self._path.read_bytes() or b'{"results":[]}')
+        except ValueError:
+            old = None
+        if not isinstance(old, dict) or "results" not in old:
+            raise BenchError(f"--output {self._path} exists and is no output of bench")
 
     @property
     def results(self) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ def _check_page(html: str) -> None:
     """Refuse to replace anything but an earlier page."""
     from ouro_batch.report.page import MARK
 
-    check_writable(html)
+    check_writable(html, streams=False)
     path = Path(html)
     if path.exists():
         with open(path, "rb") as file:

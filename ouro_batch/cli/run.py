@@ -7,9 +7,9 @@ import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import (
     ENGINE,
     FILES,
@@ -60,14 +60,6 @@ if TYPE_CHECKING:
     from ouro_batch.llm import LLM
 
 
-class _Messages(Console):
-    """Standard error. A job outlives whoever read its progress."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
 def run(
     inputs: Inputs,
     model: Model,
@@ -114,7 +106,7 @@ def run(
             "--max-errors",
             metavar="N",
             min=1,
-            help="Stop once this many records have failed.",
+            help="Stop once this many records have failed in this run.",
             show_default="never",
         ),
     ] = None,
@@ -276,7 +268,7 @@ def run(
     Exit status: 0 all done, 1 some records failed, 2 wrong use, 3 the engine could not run,
     130 interrupted.
     """
-    console = _Messages(stderr=True, highlight=False)
+    console = Messages()
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import EXIT as EXIT_PANEL
 from ouro_batch.cli.shared import (
     FILES,
@@ -107,7 +108,7 @@ def score(
     them, say where its tokens leave; else the gate decides. Exit status: 0 all done, 1 some records
     failed, 2 wrong use, 3 the engine could not run, 130 interrupted.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Messages()
     settings = {
         "exit_threshold": exit_threshold,
         "min_loops": min_loops,
@@ -117,7 +118,7 @@ def score(
         params = SamplingParams(**settings)
         if format is Format.text and answers is None:
             raise UsageError("--format text has no completions: give --answers too")
-        inputs = expand_inputs(inputs)
+        inputs = expand_inputs(inputs, output)
         files = inputs if answers is None else [*inputs, answers]
         check_inputs(files, text=format is Format.text)
         check_apart(files, output, None)

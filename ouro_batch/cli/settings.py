@@ -2,7 +2,7 @@
 
 Each command's options can also come from the environment as ``OURO_BATCH_COMMAND_OPTION``; that is
 click's doing (``auto_envvar_prefix``), which looks at the command line first, then at the variable,
-then at what the file gave.
+then at what the file gave. A variable with a value for ``WHOLE`` is one value, spaces and all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "OURO_BATCH"
+WHOLE = ("inputs", "outputs", "stop")
 
 
 def load(context: typer.Context, value: str | None) -> str | None:
@@ -31,8 +32,29 @@ def load(context: typer.Context, value: str | None) -> str | None:
             does not know.
     """
     _check_variables(context)
-    if value is None:
-        return None
+    if value is not None:
+        context.default_map = _from_file(context, value)
+    whole = {name: [text] for name, text in _whole_values(context).items()}
+    context.default_map = {**(context.default_map or {}), **whole}
+    return value
+
+
+def _whole_values(context: typer.Context) -> dict[str, str]:
+    """What variables say of options that take several values with spaces in them: it is one value.
+
+    click would cut it at white space.
+    """
+    found = {}
+    for parameter in context.command.params:
+        if parameter.name in WHOLE:
+            parameter.allow_from_autoenv = False
+            text = os.environ.get(f"{context.auto_envvar_prefix}_{parameter.name.upper()}")
+            if text:
+                found[parameter.name] = text
+    return found
+
+
+def _from_file(context: typer.Context, value: str) -> dict[str, Any]:
     try:
         tables = tomllib.loads(Path(value).read_text(encoding="utf-8"))
     except OSError as error:
@@ -48,9 +70,7 @@ def load(context: typer.Context, value: str | None) -> str | None:
             )
         if not isinstance(values, dict):
             raise typer.BadParameter(f"{value}: {table} must be a table, as [{table}]")
-    own = tables.get(context.command.name, {})
-    context.default_map = _defaults(value, context.command, own)
-    return value
+    return _defaults(value, context.command, tables.get(context.command.name, {}))
 
 
 def _check_variables(context: typer.Context) -> None:

@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
-from ouro_batch.jobs.errors import UsageError
+from ouro_batch.jobs.errors import FileError, UsageError
 from ouro_batch.jobs.openai import native_records
-from ouro_batch.jobs.reader import is_plain, read_lines
+from ouro_batch.jobs.reader import BOM, is_plain, read_lines
 from ouro_batch.params import MAX_SAMPLES
 
 
@@ -51,9 +51,9 @@ class Answers:
         for number, line in enumerate(self._file, start=1):
             if line.strip():
                 try:
-                    records = native_records(orjson.loads(line))
+                    records = native_records(orjson.loads(line.removeprefix(BOM)))
                     keys = [_key(record) for record in records]
-                except (ValueError, TypeError, KeyError, IndexError):
+                except (ValueError, TypeError, LookupError, AttributeError):
                     raise UsageError(
                         f"line {number} of {path} is no output record of ouro-batch run"
                     ) from None
@@ -72,7 +72,7 @@ class Answers:
         while at < len(self._keys) and self._keys[at] // MAX_SAMPLES == index:
             sample = self._keys[at] % MAX_SAMPLES
             self._file.seek(self._starts[at])
-            records = native_records(orjson.loads(self._file.readline()))
+            records = native_records(orjson.loads(self._file.readline().removeprefix(BOM)))
             found += [record for record in records if record.get("sample", 0) == sample]
             at += 1
         return found
@@ -89,7 +89,7 @@ class Answers:
 def _key(record: dict[str, Any]) -> int:
     """Raises ValueError or KeyError where it is no record of a run."""
     index, sample = record["index"], record.get("sample", 0)
-    whole = type(index) is int and index >= 0 and type(sample) is int
+    whole = type(index) is int and 0 <= index < 2**53 and type(sample) is int
     if not whole or not 0 <= sample < MAX_SAMPLES:
         raise ValueError
     if "error" not in record and "finish_reason" not in record:
@@ -101,7 +101,13 @@ def _seekable(path: str) -> BinaryIO:
     if is_plain(path):
         return open(path, "rb")
     copy = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-    for line in read_lines([path]):
-        copy.write(line.data + b"\n")
-    copy.seek(0)
+    try:
+        for line in read_lines([path]):
+            copy.write(line.data + b"\n")
+        copy.seek(0)
+    except OSError as error:
+        raise FileError(
+            f"copying {path} to {tempfile.gettempdir()} failed: {error.strerror} (set TMPDIR to a"
+            " folder with room, or give a file that is not compressed)"
+        ) from error
     return copy

@@ -84,15 +84,17 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
         UsageError, RequestError: it was asked for in a way that cannot work; nothing was written.
     """
     SamplingParams(**options.sampling)
-    options = replace(options, inputs=expand_inputs(options.inputs))
+    options = replace(options, inputs=expand_inputs(options.inputs, options.output))
     stream = is_stream(options.output)
     statistics = options.statistics
     if statistics is None and not stream:
         statistics = f"{options.output}.stats.json"
     check_inputs(options.inputs, text=options.format.text)
     check_apart(options.inputs, options.output, statistics)
-    for target in [*([] if stream else [options.output]), *([statistics] if statistics else [])]:
-        check_writable(target)
+    if not stream:
+        check_writable(options.output)
+    if statistics not in (None, STDOUT):
+        check_writable(statistics)
     writer = open_writer(
         options.output,
         overwrite=options.overwrite,
@@ -164,8 +166,10 @@ class _Batch:
                 if self._statistics is not None:
                     self._write_statistics(llm, job.counts, load_s)
                     places.append(("statistics", self._statistics))
-            finally:
+            except FileError:
                 self._writer.finish()
+                raise
+            self._writer.finish()
             if not options.quiet:
                 self._preview(llm, job, loops)
                 print_summary(self._console, job.counts, loops, places)
@@ -265,16 +269,33 @@ class _Batch:
         text = orjson.dumps(
             statistics, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str
         )
-        path = Path(self._statistics or "").resolve()
+        name = self._statistics or ""
         try:
-            if is_stream(str(path)):
-                path.write_bytes(text + b"\n")
-            else:
-                write_atomically(path, [text, b"\n"])
+            if name == STDOUT:
+                sys.stdout.buffer.write(text + b"\n")
+                sys.stdout.buffer.flush()
+            elif is_stream(name):
+                Path(name).write_bytes(text + b"\n")
+            elif not self._holds_already(Path(name), counts, statistics):
+                write_atomically(Path(name).resolve(), [text, b"\n"])
         except OSError as error:
             raise FileError(
-                f"writing {path} failed: {error.strerror} (the records are complete)"
+                f"writing {name} failed: {error.strerror} (the records are complete)"
             ) from error
+
+    @staticmethod
+    def _holds_already(path: Path, counts: JobCounts, statistics: Mapping[str, Any]) -> bool:
+        """Whether a run that made nothing would replace the statistics of the one that made all."""
+        if counts.resumed is None or counts.resumed.done < counts.done:
+            return False
+        try:
+            old = orjson.loads(path.read_bytes())
+            requests = {**statistics["requests"], "resumed": old["requests"]["resumed"]}
+            return old["requests"] == requests and all(
+                old[name] == statistics[name] for name in ("tokens", "exit_depth")
+            )
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
 
 
 def _stopped(console: Console, why: str, writer: Writer) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from ouro_batch.jobs.errors import FileError
+
 
 @dataclass(frozen=True)
 class Place:
@@ -42,6 +44,11 @@ class SeenIds:
         except sqlite3.IntegrityError:
             row = self._database.execute("SELECT line, source FROM seen WHERE id = ?", (digest,))
             return Place(*row.fetchone())
+        except sqlite3.OperationalError as error:
+            raise FileError(
+                f"remembering ids in a temporary file failed: {error} (set SQLITE_TMPDIR to a"
+                " folder with room, or give --on-duplicate keep)"
+            ) from error
         return None
 
     def close(self) -> None:

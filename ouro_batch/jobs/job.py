@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ouro_batch.errors import OuroBatchError, RequestError
 from ouro_batch.jobs.ahead import ReadAhead
-from ouro_batch.jobs.errors import TooManyErrors
+from ouro_batch.jobs.errors import TooManyErrors, UsageError
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.prepare import Prepared, Preparer
 from ouro_batch.jobs.preview import Answer
@@ -103,6 +103,7 @@ class Job:
                 there was no time for it or a second one came; the others are aborted.
             EngineError: the engine stopped.
             TooManyErrors: ``max_errors`` records have failed.
+            UsageError: the input or the options are not those of the run that is resumed.
             FileError, OutputClosed: a record cannot be read or written.
         """
         try:
@@ -159,12 +160,14 @@ class Job:
                 self._fail(line, prepared.error, line_hash)
             return 1
         queued: list[int] = []
+        answered = False  # a sample of the line, by an earlier run
         try:
             for sample in range(record.params.n):
                 kept = self._keep(line, line_hash, sample, record.id)
                 if kept is not None:
                     if "error" in kept:  # which is that of all samples
                         break
+                    answered = True
                     continue
                 request_id = self._llm.add_request(
                     prepared.prompt or self._encode(record),
@@ -179,6 +182,11 @@ class Job:
             for request_id in queued:
                 self._llm.abort(request_id)
                 del self._running[request_id]
+            if answered:
+                raise UsageError(
+                    f"line {line.number} of {line.source} can no longer be run: {error}; an earlier"
+                    " run answered other samples of it (give that run's memory and model options)"
+                ) from error
             wrong = RecordError(str(error), error.type, record.id, record.openai)
             self._fail(line, wrong, line_hash)
         return record.params.n

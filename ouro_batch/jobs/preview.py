@@ -141,7 +141,9 @@ def _legend(loops: int, *, coloured: bool) -> Text:
 
 def _question(record: Record, width: int) -> str:
     if record.messages is not None:
-        text = record.messages[-1]["content"]
+        content = record.messages[-1]["content"]
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        text = "".join(parts)
     elif isinstance(record.prompt, str):
         text = record.prompt
     else:

@@ -32,8 +32,10 @@ class Line:
     problem: str | None = None  # why there are no data to read
 
 
-def expand_inputs(patterns: Sequence[str]) -> list[str]:
+def expand_inputs(patterns: Sequence[str], output: str = STDIN) -> list[str]:
     """Files that the patterns stand for, each pattern's in order of names; ``-`` stays.
+
+    A pattern never stands for ``output`` and what a job keeps beside it.
 
     Raises:
         UsageError: nothing matches a pattern.
@@ -44,6 +46,9 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
             inputs.append(pattern)
             continue
         found = sorted(glob.glob(pattern, recursive=True))
+        if output != STDIN:
+            own = {os.path.realpath(output + end) for end in ("", ".part", ".tmp", ".stats.json")}
+            found = [name for name in found if os.path.realpath(name) not in own]
         if not found:
             raise UsageError(f"no file matches {pattern}")
         inputs += found
@@ -97,10 +102,16 @@ def count_records(inputs: Sequence[str]) -> int | None:
     """Records in all inputs, None where one is no regular file and can be read only once."""
     if not all(source != STDIN and os.path.isfile(source) for source in inputs):
         return None
-    return sum(
-        parquet_rows(source) if source.endswith(PARQUET) else sum(1 for _ in read_lines([source]))
-        for source in inputs
-    )
+    return sum(_count(source) for source in inputs)
+
+
+def _count(source: str) -> int:
+    if not source.endswith(PARQUET):
+        return sum(1 for _ in read_lines([source]))
+    try:
+        return parquet_rows(source)
+    except Exception as error:  # of classes of the package's own
+        raise FileError(_failed(source, error)) from error
 
 
 def read_lines(inputs: Sequence[str]) -> Iterator[Line]:

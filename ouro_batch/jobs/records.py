@@ -105,7 +105,8 @@ def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | Non
     if _may_lose(line.data, fields):
         _check_lossless(line, fields, format)
     extra = {name: fields.pop(name) for name in format.extra if name in fields}
-    if is_openai_line(fields):
+    columns_named = format.prompt_field is not None or format.id_field is not None
+    if is_openai_line(fields) and not columns_named:
         return replace(_openai_record(line, fields, defaults), extra=extra)
     fields = _rename_columns(fields, format)
     record_id = fields.get("id", line.index)
@@ -178,7 +179,8 @@ def _check_lossless(line: Line, fields: Mapping[str, Any], format: InputFormat) 
         where, value = _with_long_integer(pairs)
         if where == "body" and isinstance(value, _Pairs):  # of OpenAI
             where, _ = _with_long_integer(value)
-        way_out = "give a smaller one" if where in SAMPLING_FIELDS else "write it in quotes"
+        number = where == "prompt" or where in SAMPLING_FIELDS
+        way_out = "give a smaller one" if number else "write it in quotes"
         problem = f"{where}: {problem} ({way_out})"
     if is_openai_line(fields):
         raise _openai_error(problem, "invalid_request", fields)

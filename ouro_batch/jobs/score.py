@@ -115,14 +115,15 @@ class ScoreJob:
 
     def _take(self, line: Line) -> None:
         self.lines += 1
-        if self._answers is None:
-            self._take_sample(line, None)
-            return
-        for answer in self._answers.of(line.index) or [{}]:
-            self._take_sample(line, answer)
+        answers: list[dict[str, Any]] | list[None] = [None]
+        if self._answers is not None:
+            answers = self._answers.of(line.index) or [{}]
+        # Of all samples: where one is another now, none of the line's records counts.
+        line_hash = _hash(line, answers)
+        for answer in answers:
+            self._take_sample(line, answer, line_hash)
 
-    def _take_sample(self, line: Line, answer: Mapping[str, Any] | None) -> None:
-        line_hash = _hash(line, answer)
+    def _take_sample(self, line: Line, answer: Mapping[str, Any] | None, line_hash: int) -> None:
         record = self._writer.kept(line, line_hash, (answer or {}).get("sample", 0))
         if record is None:
             record = self._score(line, answer)
@@ -220,9 +221,11 @@ def _of_answer(line: Line, record: Record, answer: Mapping[str, Any]) -> dict[st
     return {"completion": answer["token_ids"], "exit_depths": answer.get("exit_depths")}
 
 
-def _hash(line: Line, answer: Mapping[str, Any] | None) -> int:
-    """64 bits of what a line asks for."""
+def _hash(line: Line, answers: Sequence[Mapping[str, Any] | None]) -> int:
+    """64 bits of what a line and its answers ask for."""
     data = line.data
-    if answer is not None:
+    for answer in answers:
+        if answer is None:
+            continue
         data += orjson.dumps([answer.get("token_ids"), answer.get("exit_depths")])
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

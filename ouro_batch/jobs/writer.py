@@ -84,6 +84,7 @@ class FileWriter:
         self._resume = resume
         self._retry_errors = retry_errors
         self._finished = False
+        self._only_copies = False  # the part holds nothing that OUT does not
         self._changed: set[int] = set()  # lines that are run again because they are others now
         if retry_errors and resume == "never":
             raise UsageError(
@@ -130,8 +131,10 @@ class FileWriter:
                 self._compare(header, settings)
         except OSError as error:
             raise FileError(f"writing {self.part} failed: {error.strerror}") from error
-        # A retry that was cut off may have been so before it had all of OUT.
-        if self._replaces and (self._retry_errors or (header or {}).get("retries")):
+        # A retry that was cut off may have been so before it had all of OUT. The part of a job that
+        # was to replace OUT has nothing to do with it.
+        if self._replaces and (self._retry_errors if header is None else header["retries"]):
+            self._only_copies = header is None
             self._take_over()
 
     def _take_over(self) -> None:
@@ -220,6 +223,7 @@ class FileWriter:
 
     def write(self, record: dict[str, Any], input_hash: int = 0) -> None:
         sample = record.get("sample", 0)
+        self._only_copies = False
         try:
             self._part.append(record["index"], input_hash, orjson.dumps(record), sample)
         except OSError as error:
@@ -259,7 +263,7 @@ class FileWriter:
         return self._leave()
 
     def _leave(self) -> str | None:
-        if self._part.worthless:
+        if self._part.worthless or self._only_copies:
             self._part.remove()
             return None
         self._part.close()
@@ -348,11 +352,12 @@ def check_apart(inputs: Sequence[str], output: str, statistics: str | None) -> N
     written: dict[object, str] = {}
     targets = [output]
     if not is_stream(output):
-        targets += [f"{output}.part", f"{output}{TEMPORARY}"]
+        path = os.path.realpath(output)  # beside which the other files are
+        targets += [f"{path}.part", f"{path}{TEMPORARY}"]
     if statistics:
         targets.append(statistics)
         if not is_stream(statistics):
-            targets.append(f"{statistics}{TEMPORARY}")
+            targets.append(f"{os.path.realpath(statistics)}{TEMPORARY}")
     for target in targets:
         identity = _identity(target, 1)
         if identity is None:
@@ -364,8 +369,8 @@ def check_apart(inputs: Sequence[str], output: str, statistics: str | None) -> N
         written[identity] = target
 
 
-def check_writable(path: str) -> None:
-    """Refuse a file that could not be made or replaced.
+def check_writable(path: str, *, streams: bool = True) -> None:
+    """Refuse a file that could not be made or replaced; devices and pipes unless ``streams``.
 
     Raises:
         UsageError: naming the file and what is wrong.
@@ -375,12 +380,15 @@ def check_writable(path: str) -> None:
     with suppress(FileNotFoundError):
         try:
             os.stat(path)
+            os.stat(f"{path}{TEMPORARY}")
         except (NotADirectoryError, PermissionError):
             pass  # which the folder says better
         except FileNotFoundError:
             raise
         except OSError as error:  # a link to itself, a name that is too long
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    if not streams and is_stream(path):
+        raise UsageError(f"cannot write {path}: it is no file")
     folder = os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path):
         raise UsageError(f"cannot write {path}: it is a folder")

@@ -118,9 +118,10 @@ class Output:
         count = 0
         try:
             with ExitStack() as stack:
+                superseded = self._superseded()
                 file = self._open(stack)
                 for number, line in enumerate(file, start=1):
-                    if not line.strip():
+                    if not line.strip() or number in superseded:
                         continue
                     for row in self._rows(number, line):
                         count += 1
@@ -130,6 +131,28 @@ class Output:
         if self._bad and not count:
             raise UsageError(f"{self.name} holds no output records of ouro-batch run")
         self._note_bad()
+
+    def _superseded(self) -> set[int]:
+        """Lines of OUT.part whose records count no more: of two of one sample the later counts."""
+        lines: set[int] = set()
+        if self.path is None or not self.path.name.endswith(PART):
+            return lines
+        counting: dict[int, dict[int, int]] = {}  # by index and sample: the line
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    entry = orjson.loads(line)
+                    index, sample = entry["index"], entry.get("sample", 0)
+                    if entry.get("dropped") is True:
+                        lines.update(counting.pop(index, {}).values())
+                    elif "record" in entry:
+                        own = counting.setdefault(index, {})
+                        if sample in own:
+                            lines.add(own[sample])
+                        own[sample] = number
+                except (ValueError, TypeError, LookupError, AttributeError):
+                    continue  # which is noted where the records are read
+        return lines
 
     def _open(self, stack: ExitStack) -> BinaryIO:
         if self.path is None:

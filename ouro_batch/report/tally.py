@@ -119,8 +119,8 @@ class Tally:
     depths: DepthTable = field(default_factory=DepthTable)
     deepest: int = 0
     latencies: Latencies = field(default_factory=Latencies)
-    _slowest: list[tuple[float, int, int, Row]] = field(default_factory=list)
-    _sample: list[tuple[int, int, int, Row]] = field(default_factory=list)
+    _slowest: list[tuple[float, int, int, int, Row]] = field(default_factory=list)
+    _sample: list[tuple[int, int, int, int, Row]] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
         if row.failure is not None:
@@ -137,11 +137,12 @@ class Tally:
         key = key_of(row)
         if self.joinable is not None:
             self.joinable.add(row, key)
-        # Negated: a heap drops its smallest, and the sample keeps the smallest hashes.
-        _keep(self._sample, (-key, -row.index, -row.sample, row), self.sample_size)
+        # Negated: a heap drops its smallest, and the sample keeps the smallest hashes. The count is
+        # there for records that are there twice: rows have no order.
+        _keep(self._sample, (-key, -row.index, -row.sample, self.ok, row), self.sample_size)
         if row.seconds is not None:
             self.latencies.add(row.seconds[3])
-            _keep(self._slowest, (row.seconds[3], -row.index, -row.sample, row), SLOWEST)
+            _keep(self._slowest, (row.seconds[3], -row.index, -row.sample, self.ok, row), SLOWEST)
 
     def _add_failure(self, failure: Failure) -> None:
         kind = failure.kind

@@ -180,6 +180,7 @@ def _course(numbers: dict[str, Any], width: int) -> Table:
     totals = [_at(samples, "completion_tokens", time) for time in times]
     cell_s = (end - start) / width or 1.0
     rates = [max(b - a, 0) / cell_s for a, b in itertools.pairwise(totals)]
+    times[-1] = end  # which rounding may have passed
     rows = [next(s for s in samples if s["t_s"] >= time)["rows_in_use"] for time in times[1:]]
     most = numbers["max_rows"] or max(rows)
     grid.add_row(
