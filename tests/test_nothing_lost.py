@@ -153,6 +153,27 @@ def test_statistics_of_the_run_that_made_the_records_stay(folder):
         assert (folder / "out.stats.json").read_bytes() == made
 
 
+@pytest.mark.parametrize(
+    "change", [{"index": -1}, {"sample": 5000}, {"sample": "x"}, {"usage": None}, {"index": None}]
+)
+def test_an_output_that_cannot_be_taken_up_is_refused_by_line(folder, change):
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    record = {**lines((folder / "out").read_bytes())[0], **change}
+    write(folder / "out", [{name: value for name, value in record.items() if value is not None}])
+    before = (folder / "out").read_bytes()
+    result = run(folder, "in.jsonl", "-o", "out", "--retry-errors")
+    assert result.returncode == 2
+    assert b"line 1 of" in result.stderr
+    assert (folder / "out").read_bytes() == before
+
+
+def test_a_header_that_says_too_little(folder):
+    (folder / "out.part").write_bytes(b'{"ouro_batch_part":2}\n')
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 2
+    assert b"is no file of ouro-batch" in result.stderr
+
+
 def test_statistics_to_standard_output(folder):
     for name in ("-", "/dev/stdout"):
         result = run(folder, "in.jsonl", "-o", "out", "--overwrite", "--stats", name)

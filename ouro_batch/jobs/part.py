@@ -216,6 +216,8 @@ class PartFile:
             if number == 1:
                 if entry["ouro_batch_part"] != VERSION:
                     raise ValueError
+                if not {"replaces", "retries", "settings"} <= entry.keys():
+                    raise KeyError
                 self.header = entry
             elif entry.get("complete"):
                 self.complete = True

@@ -21,6 +21,7 @@ from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
 from ouro_batch.jobs.openai import OutputForm, native_records
 from ouro_batch.jobs.part import ANY_INPUT, PartFile
 from ouro_batch.jobs.reader import STDIN, Line
+from ouro_batch.params import MAX_SAMPLES
 
 STDOUT = "-"
 TEMPORARY = ".tmp"  # a file's suffix until it is whole
@@ -153,10 +154,7 @@ class FileWriter:
     def _finished_records(self, number: int, line: bytes) -> list[dict[str, Any]]:
         try:
             records = native_records(orjson.loads(line))
-            if all(
-                type(record["index"]) is int and ("error" in record or "finish_reason" in record)
-                for record in records
-            ):
+            if all(map(_is_output, records)):
                 return records
         except (ValueError, TypeError, KeyError):
             pass
@@ -424,6 +422,15 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _is_output(record: Mapping[str, Any]) -> bool:
+    """Whether it is a record of ``run`` that a job can go on from."""
+    index, sample = record["index"], record.get("sample", 0)
+    if type(index) is not int or index < 0 or type(sample) is not int:
+        return False
+    answered = all(name in record for name in ("finish_reason", "exit_depths", "usage"))
+    return 0 <= sample < MAX_SAMPLES and ("error" in record or answered)
 
 
 def _as_asked(lines: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:

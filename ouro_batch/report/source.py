@@ -194,7 +194,7 @@ class Output:
         """Whether a first line is the header of OUT.part, with the job's settings."""
         if "ouro_batch_part" not in record:
             return False
-        found = _facts(record["settings"])
+        found = _facts(record.get("settings"))
         if found.model and self.facts.model is None:
             self.facts = found
         return True
