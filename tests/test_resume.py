@@ -68,7 +68,9 @@ def test_the_same_command_goes_on(folder, at):
     assert "out.part" not in names(folder)
     stats = orjson.loads((folder / "out.stats.json").read_bytes())
     assert stats["requests"]["total"] == 12
-    assert stats["requests"]["resumed"] == max(kept, 0)
+    # Those of a job that had made everything, and was cut off after them, stay.
+    all_made = at in ("order:5", "rename:2")
+    assert stats["requests"]["resumed"] == (0 if all_made else max(kept, 0))
     assert (b"resuming: %d record" % kept in result.stderr) == (kept > 0)
 
 
@@ -289,7 +291,9 @@ def test_samples_go_on_one_by_one(folder, at):
     assert got == expected
     assert [r.get("sample") for r in got] == [0, 1, 2, 0, 1, 2, 0, 1, 2, None, None]
     stats = orjson.loads((folder / "out.stats.json").read_bytes())
-    assert stats["requests"]["resumed"] == len(set(finished))
+    # Statistics that were there already, of the run that made everything, stay.
+    all_made = at.startswith("order")
+    assert stats["requests"]["resumed"] == (0 if all_made else len(set(finished)))
 
 
 def test_a_changed_line_with_fewer_samples_leaves_none_of_the_old(folder):
