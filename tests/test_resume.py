@@ -347,7 +347,7 @@ def test_a_hundred_kills(tmp_path):
     expected = undisturbed(tmp_path, "--temperature", "0.7", "--seed", "5", model="slow")
     arguments = ("in.jsonl", "-o", "out", "--temperature", "0.7", "--seed", "5")
     points = [f"{draw.choice(['append', 'torn', 'sync'])}:{draw.randint(2, 6)}" for _ in range(90)]
-    points += ["order:1", "order:7", "order:400", "rename:1", "rename:2", "rename:1"]
+    points += ["rename:1", "rename:2", "order:1", "order:7", "order:400", "rename:1"]
     for place in range(5, 60, 5):
         points.insert(place, "any moment")
     points.append("remove:1")
