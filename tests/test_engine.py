@@ -37,8 +37,7 @@ def full_depth(max_tokens: int, **fields) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, exit_threshold=1.0, ignore_eos=True, **fields)
 
 
-def test_what_a_prompt_that_is_too_long_can_do_about_it(folder):
-    """Nobody is told to raise what is as high as it can be."""
+def test_nobody_is_told_to_raise_a_limit_that_is_as_high_as_it_can_be(folder):
     for limit, advice in ((64, "lower max_tokens or raise max_model_len"), (256, "max_tokens")):
         with LLM(folder, max_model_len=limit) as llm, pytest.raises(RequestError) as error:
             llm.add_request([1] * limit, SamplingParams(max_tokens=1))

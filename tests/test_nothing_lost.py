@@ -182,6 +182,25 @@ def test_statistics_to_standard_output(folder):
     assert not (folder / "-").exists()
 
 
+@pytest.mark.parametrize("command", ["report", "bench"])
+def test_what_is_no_earlier_result_is_not_replaced(folder, command):
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    os.mkfifo(folder / "pipe")
+    before = (folder / "in.jsonl").read_bytes()
+    for name in ("pipe", "in.jsonl"):
+        arguments = {
+            "report": ["report", "out", "--html", name],
+            "bench": ["bench", "--shape", "tiny", "-w", "1x4/2", "-o", name],
+        }[command]
+        refused = subprocess.run(
+            [*COMMAND[:-1], *arguments], cwd=folder, capture_output=True, timeout=60
+        )
+        assert refused.returncode == 2, refused.stderr
+        assert name.encode() in refused.stderr
+    assert stat.S_ISFIFO((folder / "pipe").stat().st_mode)
+    assert (folder / "in.jsonl").read_bytes() == before
+
+
 def test_a_retry_that_is_refused_leaves_nothing(folder):
     write(folder / "in.jsonl", [{"id": 2, "prompt": "a"}, {"id": 1, "prompt": "refuse me"}])
     assert run(folder, "in.jsonl", "-o", "out").returncode == 1
@@ -192,8 +211,9 @@ def test_a_retry_that_is_refused_leaves_nothing(folder):
     assert sorted(path.name for path in folder.iterdir()) == there
 
 
-@pytest.mark.parametrize("name", ["loop", "n" * 300])
+@pytest.mark.parametrize("name", ["loop", "n" * 300, "n" * 242, "n" * 253])
 def test_an_output_that_no_file_can_be_is_refused(folder, name):
+    """Nor what is beside it: the statistics and both files on their way."""
     (folder / "loop").symlink_to("loop")
     result = run(folder, "in.jsonl", "-o", name)
     assert result.returncode == 2

@@ -106,6 +106,8 @@ class ScoreJob:
                     self._take(line)
         finally:
             reader.close()
+            if self._answers is not None:
+                self._answers.close()
         if self._answers is not None and self._answers.last_index >= self.lines:
             raise FileError(
                 f"the answers have index {self._answers.last_index}, but the input has"

@@ -375,16 +375,13 @@ def check_writable(path: str, *, streams: bool = True) -> None:
     """
     if not path:
         raise UsageError("the name of a file to write is empty")
-    with suppress(FileNotFoundError):
+    for name in (path, f"{path}{TEMPORARY}"):
         try:
-            os.stat(path)
-            os.stat(f"{path}{TEMPORARY}")
-        except (NotADirectoryError, PermissionError):
-            pass  # which the folder says better
-        except FileNotFoundError:
-            raise
+            os.stat(name)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # none is there yet, or the folder says what is wrong
         except OSError as error:  # a link to itself, a name that is too long
-            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+            raise UsageError(f"cannot write {name}: {error.strerror}") from None
     if not streams and is_stream(path):
         raise UsageError(f"cannot write {path}: it is no file")
     folder = os.path.dirname(os.path.realpath(path))
