@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call; results go to $OUT. Arguments: tests, bench, sanitize,
 # validate (the sample model), large (random weights of Ouro-1.4B's shape), invariant (what batch
-# invariance costs).
+# invariance costs), start (seconds to the first record).
 # The package need not be installed: only what its imports need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -32,6 +32,9 @@ for step in "$@"; do
     invariant) timeout 300 python3 -m ouro_batch bench --shape ouro-1.4b -w 128x1024/128 \
         --compare batch-invariant=false batch-invariant=true \
         --output "$out/batch-invariant.json" 2>&1 | tee "$out/invariant.log" ;;
+    start) timeout 100 python3 -m tests.gpu.random_checkpoint /tmp/ouro-1.4b-random &&
+        timeout 200 python3 -m tests.gpu.startup /tmp/ouro-1.4b-random --kernels \
+            --output "$out/start.json" 2>&1 | tee "$out/start.log" | grep -v KERNEL ;;
     *) echo "unknown step $step" ;;
     esac
 done
