@@ -67,8 +67,10 @@ class PrefillConfig:
 
 def prefill_config(dtype: torch.dtype, head_dim: int) -> PrefillConfig:
     """The default choice (table above)."""
+    if dtype != torch.float32 and head_dim <= 128:
+        return PrefillConfig(128, 64, 8, 2, max_registers=128)
     if dtype != torch.float32:
-        return PrefillConfig(128, 64 if head_dim <= 128 else 32, 8, 3)
+        return PrefillConfig(128, 32, 8, 3)
     if head_dim <= 64:
         return PrefillConfig(64, 32, 8, 1)
     return PrefillConfig(32, 32 if head_dim <= 128 else 16, 8, 1)

@@ -61,6 +61,8 @@ def load_engine(
             refill=schedule != "no-refill",
             batch_invariant=batch_invariant,
         )
+        if device.type == "cuda":
+            runner.rehearse()
     blocks = memory.cache_blocks(
         config,
         dtype,

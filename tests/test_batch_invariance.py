@@ -152,6 +152,15 @@ def test_pieces_cover_every_row_once(sizes, canonical, most, share):
     assert rows <= end <= pieces.limit
 
 
+def test_few_large_pieces_rather_than_many_small_ones():
+    """Each piece reads the weights again."""
+    sizes = {64, 128, 256, 2048}
+    assert [size for _, size in Pieces(sizes, 2048, 8320).cover(8320)] in (
+        [2048, 2048, 2048, 2048, 128],
+        [128, 2048, 2048, 2048, 2048],
+    )
+
+
 def test_sizes_that_add_up_otherwise_are_not_used(monkeypatch):
     """A library that splits a product's sum where there are few rows."""
     multiply = torch.mm

@@ -46,6 +46,18 @@ def test_same_tokens_and_depths_as_the_eager_runner(tmp_path, schedule):
             assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-5)
 
 
+def test_a_rehearsal_leaves_nothing_behind(tmp_path):
+    """What a GPU does before the first step; here in the middle of a life, where traces count."""
+    options = {"attention": "triton", "max_rows": 3, "max_batched_tokens": 9, "max_model_len": 32}
+    with LLM(write_checkpoint(tmp_path), **options) as llm:
+        before = llm.generate(PROMPTS[:2], PARAMS[:2])
+        llm.engine.runner.rehearse()
+        llm.engine.runner.allocate_cache(llm.blocks.blocks)
+        after = llm.generate(PROMPTS[:2], PARAMS[:2])
+    assert [o.token_ids for o in before] == [o.token_ids for o in after]
+    assert [o.logprobs for o in before] == [o.logprobs for o in after]
+
+
 @pytest.mark.slow
 def test_golden_cases():
     """A live-gate case and one at fixed depth, side by side."""

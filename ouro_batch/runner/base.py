@@ -96,9 +96,15 @@ class Runner(ABC):
 
     trace: Trace | None = None  # for checks; the runner may be slower while it is set
 
+    def rehearse(self) -> None:  # noqa: B027
+        """Do what would make the first steps slow: compile kernels, let libraries take memory.
+
+        Before the cache is allocated. Optional; no results change.
+        """
+
     @abstractmethod
     def allocate_cache(self, blocks: int) -> None:
-        """Make the pool of ``blocks`` blocks of slots, once, before the first launch.
+        """Make the pool of ``blocks`` blocks of slots, before the first launch.
 
         It comes after everything else, so that its size can be what is left.
         """

@@ -25,8 +25,8 @@ DECODE_CANONICAL = 128
 PREFILL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 PREFILL_CANONICAL = 2048
 TRIALS = 2
-# A product of fewer rows takes the time of reading its weights, as long as one of so many.
-LEAST_ROWS = 128
+# Every piece reads the weights, which takes the time of computing so many rows.
+WEIGHT_ROWS = 128
 
 
 class Pieces:
@@ -57,7 +57,7 @@ class Pieces:
                 return 0.0
             if begin not in best:
                 best[begin] = min(
-                    (max(size, LEAST_ROWS) + cost(begin + size), size)
+                    (WEIGHT_ROWS + size + cost(begin + size), size)
                     if begin + size <= self.limit
                     else (math.inf, size)
                     for size in self.sizes

@@ -48,11 +48,14 @@ class PromptBuffer:
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
 
     def fill(
-        self, chunks: list[PrefillChunk], tiles: list[tuple[int, int, int, int]]
+        self,
+        chunks: list[PrefillChunk],
+        tiles: list[tuple[int, int, int, int]],
+        least: int = 1,
     ) -> tuple[int, int]:
-        """Put a step's tokens and tiles there; returns T and N."""
+        """Put a step's tokens and tiles there; returns T, not below ``least``, and N."""
         count = sum(len(chunk.tokens) for chunk in chunks)
-        size = padded_size(count)
+        size = padded_size(max(count, least))
         tiles_size = _tiles_padded(max(len(tiles), _least_tiles(size)))
         words = np.zeros(3 * size + 4 * tiles_size, dtype=np.int32)
         tokens, rows, positions, _ = np.split(words, [size, 2 * size, 3 * size])

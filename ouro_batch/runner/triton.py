@@ -7,8 +7,11 @@ graphs, for tests.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -40,6 +43,8 @@ from ouro_batch.runner.work_space import Activations, Entries
 
 # Parts of a row of logits that are sampled side by side, where batch invariance is asked for.
 SAMPLING_CHUNKS = 4
+# Rows of the smaller batch whose kernels are compiled at the start.
+REHEARSED_ROWS = 64
 
 # Called with a layer: from ``qkv`` to ``attended``, keys and values being stored on the way.
 Attend = Callable[[int], None]
@@ -115,14 +120,44 @@ class TritonRunner(Runner):
         self._prefill_graphs = StepGraphs(self._prefill_loops, device)
         self._spare = deque(PinnedResults(device, rows) for _ in range(3))
         self._launched: deque[PinnedResults] = deque()
+        self._prompt_tokens = max_prefill_tokens
 
-        if device.type == "cuda":
-            self._reserve_library_memory()
+    def rehearse(self) -> None:
+        """Run the parts of a first step side by side, without a row: each compiles its kernels.
 
-    def _reserve_library_memory(self) -> None:
-        """Let cuBLAS take its work space now, before the cache takes what is left."""
-        space = self._prefill_space.first(MAX_PADDED)
-        self._prompt_products.qkv(0, space.normed, space.qkv)
+        One after another they take more than ten seconds with an empty Triton cache. cuBLAS takes
+        its work space here too. Triton's interpreter is not made for threads.
+        """
+        self.allocate_cache(1)
+        device = self.model.device
+        on_gpu = device.type == "cuda"
+
+        def play(part: Callable[[], None]) -> None:
+            with torch.inference_mode(), torch.cuda.device(device) if on_gpu else nullcontext():
+                part()
+
+        parts = (self._rehearse_prompts, self._rehearse_decode, self._rehearse_sampling)
+        with ThreadPoolExecutor(len(parts) if on_gpu else 1) as threads:
+            list(threads.map(play, parts))
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        del self.cache, self.attention
+
+    def _rehearse_prompts(self) -> None:
+        blocks: list[list[int]] = [[] for _ in range(self.model.config.loops)]
+        self._start([RowStart(0, 1, blocks, [], 1, [], 0.0, 0, 1.0, 0, math.inf, 1, 1, None)])
+        size, tiles = self._prompts.fill([], [], least=min(self._prompt_tokens, MAX_PADDED))
+        self._prefill_loops(size, tiles)
+
+    def _rehearse_decode(self) -> None:
+        """A small batch and the largest take different kernels."""
+        for bucket in sorted(
+            {self._bucket(min(REHEARSED_ROWS, self._buckets[-1])), self._buckets[-1]}
+        ):
+            self._decode(bucket, False)
+
+    def _rehearse_sampling(self) -> None:
+        self._emit(self._entries.first(min(REHEARSED_ROWS, self._buckets[-1])), False)
 
     def allocate_cache(self, blocks: int) -> None:
         model, block_size = self.model, self.state.tables.block_size
@@ -145,8 +180,7 @@ class TritonRunner(Runner):
         if plan.start_rows:
             self._start(plan.start_rows)
         if plan.decode_rows:
-            bucket = next(size for size in self._buckets if size >= plan.decode_rows)
-            self._decode_graphs.run(bucket, plan.logprobs)
+            self._decode_graphs.run(self._bucket(plan.decode_rows), plan.logprobs)
             if self.trace is not None:
                 self._trace_decode()
         else:
@@ -172,6 +206,10 @@ class TritonRunner(Runner):
     @torch.inference_mode()
     def read_planes(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         return self.cache.read_planes(self.state.tables, row, length)
+
+    def _bucket(self, rows: int) -> int:
+        """The smallest bucket with room for ``rows``."""
+        return next(size for size in self._buckets if size >= rows)
 
     def _upload(self, values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return upload(values, dtype, self.model.device)

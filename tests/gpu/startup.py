@@ -55,7 +55,7 @@ def first_record_s(words: list[str], out: Path) -> tuple[float, str]:
     with subprocess.Popen(words, env=environ, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             found = next((path for path in (part, out) if path.exists()), None)
-            if found and found.read_bytes().count(b'"token_ids"'):
+            if found and found.read_bytes().count(b'"exit_depths"'):
                 break
             time.sleep(0.02)
         took = time.time() - started

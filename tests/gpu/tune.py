@@ -173,6 +173,7 @@ def prefill_trials() -> Iterator[Trial]:
         ]
         # Two programs a multiprocessor, one of which multiplies while the other exponentiates.
         choices += [(128, 32, 8, s, 128) for s in (2, 3, 4)] + [(128, 64, 8, 2, 128)]
+        choices += [(*choice, True) for choice in (*choices[-4:], (128, 64, 8, 3, None))]
         for choice in choices:
             m = choice[0]
             config = prefill.PrefillConfig(*choice)
