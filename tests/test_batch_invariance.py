@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ouro_batch.kernels.decode_work import DecodeWork
 
 from ouro_batch import LLM, SamplingParams
 from ouro_batch.attention.base import KVCache, SlotTables
@@ -67,13 +68,13 @@ def test_the_same_bits_in_every_batch_on_a_cpu(tmp_path, dtype):
         assert bits(folder, prompts, params, dtype=dtype, **options) == alone
 
 
+def by_rows(a, b, dtype=None):
+    """Products of the interpreter that treat every row alike, as numpy's do not."""
+    return np.einsum("...ij,...jk->...ik", a, b, dtype=dtype)
+
+
 @pytest.mark.slow
 def test_the_same_bits_in_every_batch_of_the_kernels(tmp_path, monkeypatch):
-    """Under the interpreter, whose own products are made to treat every row alike."""
-
-    def by_rows(a, b, dtype=None):
-        return np.einsum("...ij,...jk->...ik", a, b, dtype=dtype)
-
     monkeypatch.setattr("triton.runtime.interpreter.np.matmul", by_rows)
     folder = write_checkpoint(tmp_path)
     prompts, params = requests(4, 4)
@@ -84,6 +85,30 @@ def test_the_same_bits_in_every_batch_of_the_kernels(tmp_path, monkeypatch):
         {"max_rows": 2, "max_batched_tokens": 13, "order": [3, 1, 0, 2]},
     ):
         assert bits(folder, prompts, params, **options, **batching) == alone
+
+
+@pytest.mark.slow
+def test_a_split_that_depends_on_the_batch_shows(tmp_path, monkeypatch):
+    """Contexts cut into as many parts as a device of two runs at once, as without invariance."""
+    monkeypatch.setattr("triton.runtime.interpreter.np.matmul", by_rows)
+    adapt_split(monkeypatch)
+    folder = write_checkpoint(tmp_path)
+    prompts, params = requests(3, 4)
+    prompts = [(prompt * 40)[:40] for prompt in prompts]
+    options = {"attention": "triton", "dtype": "float32"}
+    alone = bits(folder, prompts, params, schedule="serial", **options)
+    assert bits(folder, prompts, params, max_rows=3, **options) != alone
+
+
+def adapt_split(monkeypatch):
+    allocate = DecodeWork.allocate
+
+    def adaptive(*arguments, **options):
+        *first, _, _, _ = arguments
+        return allocate(*first, 16, 1024, 2, **options)
+
+    monkeypatch.setattr(DecodeWork, "allocate", adaptive)
+    monkeypatch.setattr(DecodeWork, "max_items", staticmethod(lambda *arguments: 4096))
 
 
 def test_close_to_the_engine_without_it(tmp_path):

@@ -42,7 +42,7 @@ class PromptBuffer:
     """
 
     def __init__(self, max_tokens: int, max_tiles: int, device: torch.device):
-        words = 3 * max(max_tokens, MAX_PADDED) + 4 * _tiles_padded(
+        words = 3 * _aligned(max(max_tokens, MAX_PADDED)) + 4 * _tiles_padded(
             max_tiles + MAX_PADDED // 128 + 8
         )
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
@@ -57,8 +57,9 @@ class PromptBuffer:
         count = sum(len(chunk.tokens) for chunk in chunks)
         size = padded_size(max(count, least))
         tiles_size = _tiles_padded(max(len(tiles), _least_tiles(size)))
-        words = np.zeros(3 * size + 4 * tiles_size, dtype=np.int32)
-        tokens, rows, positions, _ = np.split(words, [size, 2 * size, 3 * size])
+        room = _aligned(size)
+        words = np.zeros(3 * room + 4 * tiles_size, dtype=np.int32)
+        tokens, rows, positions = words[: 3 * room].reshape(3, room)
         positions[count:] = -1
         at = 0
         for chunk in chunks:
@@ -67,7 +68,7 @@ class PromptBuffer:
             rows[at:end] = chunk.row
             positions[at:end] = np.arange(chunk.start, chunk.start + end - at)
             at = end
-        words[3 * size : 3 * size + 4 * len(tiles)] = np.asarray(tiles, dtype=np.int32).ravel()
+        words[3 * room : 3 * room + 4 * len(tiles)] = np.asarray(tiles, dtype=np.int32).ravel()
         source = torch.from_numpy(words)
         if self._words.is_cuda:
             source = source.pin_memory()
@@ -76,10 +77,16 @@ class PromptBuffer:
 
     def read(self, size: int, tiles: int) -> Prompts:
         """What ``fill`` put there, of T and N as it returned them."""
-        tokens, rows, positions = self._words[: 3 * size].view(3, size)
+        room = _aligned(size)
+        tokens, rows, positions = self._words[: 3 * room].view(3, room)[:, :size]
         return Prompts(
-            tokens, rows, positions, self._words[3 * size : 3 * size + 4 * tiles].view(tiles, 4)
+            tokens, rows, positions, self._words[3 * room : 3 * room + 4 * tiles].view(tiles, 4)
         )
+
+
+def _aligned(size: int) -> int:
+    """Words from one array to the next: Triton compiles another kernel off 16 bytes."""
+    return -(-size // 4) * 4
 
 
 def _least_tiles(tokens: int) -> int:

@@ -134,6 +134,8 @@ class TritonRunner(Runner):
 
         def play(part: Callable[[], None]) -> None:
             with torch.inference_mode(), torch.cuda.device(device) if on_gpu else nullcontext():
+                if on_gpu:
+                    torch.cuda.synchronize()  # the thread has its context: cuBLAS warns otherwise
                 part()
 
         parts = (self._rehearse_prompts, self._rehearse_decode, self._rehearse_sampling)

@@ -5,24 +5,35 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
+
+from ouro_batch import memory
 from ouro_batch.llm import LLM
 from ouro_batch.params import RequestOutput
 from ouro_batch.validate.check import Context, Result
 from ouro_batch.validate.requests import Asked, mixed
 
 OUTPUT_TOKENS = 12
-LONGEST_PROMPT = 96  # of a request of this check
+LONGEST_PROMPT = 400  # of a request of this check
+# Every eighth request is long: its context has several parts in a decode step's attention.
+LONG_EVERY, LONG_GPU, LONG_CPU, SHORT = 8, (260, LONGEST_PROMPT), (66, 80), (1, 96)
 # Requests and batchings, and of the requests those that also run alone.
 QUICK = (8, 2, 3)
 FULL_CPU = (48, 5, 12)
 FULL_GPU = (10_000, 20, 50)
+FULL_GPU_LARGE = (500, 10, 16)
+LARGE_WIDTH = 1024
+CACHE_BYTES = 12 * 2**30  # at most: a small GPU has a share in its memory for that
 
 
 def check(context: Context) -> Result:
     """The same requests in other orders, rows, chunks and schedules, arriving at other times."""
     count, batchings, alone = QUICK
-    if context.full:
-        count, batchings, alone = FULL_GPU if context.device.type == "cuda" else FULL_CPU
+    if context.full and context.device.type != "cuda":
+        count, batchings, alone = FULL_CPU
+    elif context.full:
+        large = context.config.hidden_size >= LARGE_WIDTH
+        count, batchings, alone = FULL_GPU_LARGE if large else FULL_GPU
     asked = _requests(context, count)
     result = Result(
         "invariance",
@@ -54,25 +65,28 @@ def check(context: Context) -> Result:
 
 
 def _engine(context: Context, attention: str, options: dict[str, Any]):
-    longest = LONGEST_PROMPT + OUTPUT_TOKENS
+    longest = min(LONGEST_PROMPT + OUTPUT_TOKENS, context.config.max_position_embeddings)
+    token_bytes = context.config.loops * memory.block_bytes(context.config, torch.bfloat16, 1)
     return context.engine(
         attention=attention,
         dtype="bfloat16",
         batch_invariant=True,
-        max_model_len=min(longest, context.config.max_position_embeddings),
-        kv_tokens=longest * options["max_rows"],
+        max_model_len=longest,
+        kv_tokens=max(longest, min(longest * options["max_rows"], CACHE_BYTES // token_bytes)),
         **options,
     )
 
 
 def _requests(context: Context, count: int) -> list[Asked]:
     draw = random.Random(0)
-    longest = min(LONGEST_PROMPT, context.config.max_position_embeddings - OUTPUT_TOKENS)
+    longest = context.config.max_position_embeddings - OUTPUT_TOKENS
+    long = LONG_GPU if context.device.type == "cuda" else LONG_CPU
     prompts = []
     for index in range(count):
         source = context.prompts[index % len(context.prompts)]
         begin = draw.randrange(len(source))
-        prompts.append(source[begin : begin + draw.randint(1, longest)])
+        length = min(draw.randint(*(SHORT if index % LONG_EVERY else long)), longest)
+        prompts.append([source[(begin + i) % len(source)] for i in range(length)])
     return mixed(prompts, context.config.loops, logprobs=2, tokens=OUTPUT_TOKENS)
 
 

@@ -10,12 +10,12 @@ import torch
 from ouro_batch.kernels.prefill_attention import PrefillConfig, prefill_attention, prefill_tiles
 
 from ouro_batch import LLM, SamplingParams
-from ouro_batch.attention import triton as triton_attention
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.validate.check import Context
 from ouro_batch.validate.prompts import random_prompts
 from ouro_batch.validate.record import CHECKS, run_checks
 
+from ..test_batch_invariance import adapt_split
 from ..test_dense import check_engine_errors
 from ..test_first_run import SAMPLES
 
@@ -56,16 +56,7 @@ def test_tf32_turns_equations_red(context, monkeypatch):
 
 def test_a_split_that_depends_on_the_batch_turns_invariance_red(context, monkeypatch):
     """Contexts cut into as many parts as fill a device of two, as without batch invariance."""
-    allocate = triton_attention.DecodeWork.allocate
-
-    def adaptive(*arguments, **options):
-        *first, _, _, _ = arguments
-        return allocate(*first, 16, 1024, 2, **options)
-
-    monkeypatch.setattr(triton_attention.DecodeWork, "allocate", adaptive)
-    monkeypatch.setattr(
-        triton_attention.DecodeWork, "max_items", staticmethod(lambda *arguments: 4096)
-    )
+    adapt_split(monkeypatch)
     assert passed(context, "invariance") is False
 
 
