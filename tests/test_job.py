@@ -354,7 +354,7 @@ def test_statistics_count_decode_tokens_only(tmp_path):
     source = jsonl(tmp_path / "in", {"prompt": "abcd"}, {"prompt": "a"}, {"prompt": ""})
     llm = FakeLLM("x")
     job, _ = run_job(llm, source)
-    stats = job_statistics(llm, job.counts, options={"max_rows": 4}, load_s=1.5)
+    stats = job_statistics(llm, job.counts, options={"max_rows": 4}, settings={"n": 1}, load_s=1.5)
     # A, B, C, D have code points 65 to 68; A comes from prefill and does not count.
     assert stats["exit_depth"] == {"mean": 2.0 + 2 / 3, "histogram": {"1": 1, "3": 1, "4": 1}}
     assert stats["requests"]["total"] == 3
