@@ -1,6 +1,7 @@
 """Files and lines that an attack on batch jobs lost, mixed up or computed twice."""
 
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from ouro_batch.jobs.errors import FileError
 from ouro_batch.jobs.part import PartFile
 from ouro_batch.jobs.writer import FileWriter
 
+from .test_cli_input import TINY_OURO
 from .test_cli_run import COMMAND, lines, names, run, write
 from .test_resume import cut, results
 
 LINES = [{"id": f"q{n}", "prompt": f"abc {n}"} for n in range(6)]
+TINY = str(TINY_OURO)
 DEEP = [1]
 for _ in range(300):
     DEEP = [DEEP]
@@ -295,18 +298,71 @@ def test_names_that_are_no_text(folder):
         assert b"Traceback" not in done.stderr
 
 
-def test_closed_standard_files(folder):
-    def closed(redirection, *arguments):
-        script = " ".join([*map(str, COMMAND), *arguments, "-m", "x", redirection])
-        return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True)
-
-    done = closed(">&-", "in.jsonl", "-o", "out")
-    assert done.returncode == 0, done.stderr
-    assert len(results(folder / "out")) == 6
-    done = closed("<&-", "-", "-o", "other")
-    assert done.returncode in (2, 3), done.stderr
+def shell(folder, arguments, redirection):
+    """Status and standard error of a command, through bash."""
+    command = shlex.join([*COMMAND[:-1], *arguments])
+    script = f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, timeout=60)
     assert b"Traceback" not in done.stderr
+    return done.returncode, done.stderr.decode()
+
+
+def test_closed_standard_files(folder):
+    status, words = shell(folder, ["run", "in.jsonl", "-m", "x", "-o", "out"], ">&-")
+    assert status == 0, words
+    assert len(results(folder / "out")) == 6
+    status, words = shell(folder, ["run", "-", "-m", "x", "-o", "other"], "<&-")
+    assert status in (2, 3), words
     assert not (folder / "other").exists()
+    closed = "ing standard {} failed: Bad file descriptor"
+    status, words = shell(folder, ["report", "-"], "<&-")
+    assert (status, words) == (3, f"error: read{closed.format('input')}\n")
+    status, words = shell(folder, ["run", "in.jsonl", "-m", "x", "-q", "-o", "-"], ">&-")
+    assert (status, words) == (3, f"error: writ{closed.format('output')}\n")
+    status, words = shell(folder, ["run", "in.jsonl", "-m", "x", "-o", "third"], "2>&-")
+    assert (status, words) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "out"],
+        ["report", "out", "--json"],
+        ["check", "in.jsonl", "-m", TINY],
+        ["check", "in.jsonl", "-m", TINY, "--json"],
+        ["fetch", TINY],
+        ["fetch", TINY, "--json"],
+        ["info", "--json"],
+        ["--help"],
+        ["--version"],
+    ],
+    ids=" ".join,
+)
+def test_a_standard_output_that_takes_nothing(folder, arguments):
+    """A reader that has gone is no error, a full disk is one, and so is a file that is closed."""
+    if arguments[0] == "report":
+        assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    assert shell(folder, arguments, "| true") == (0, "")
+    refused = [(">&-", "Bad file descriptor")]
+    if os.path.exists("/dev/full"):
+        refused.append((">/dev/full", "No space left on device"))
+    for redirection, why in refused:
+        said = f"error: writing standard output failed: {why}\n"
+        assert shell(folder, arguments, redirection) == (3, said)
+
+
+@pytest.mark.parametrize("name", [b"OURO_BATCH_RUN_MODEL", b"OURO_BATCH_RUN_M\xff"])
+def test_variables_that_are_no_text(folder, name):
+    for command in ("run", "score", "check"):
+        done = subprocess.run(
+            [*COMMAND[:-1], command, "in.jsonl", "-m", "x"],
+            cwd=folder,
+            capture_output=True,
+            env={**os.environb, name: b"x\xff"},
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.endswith(b"is not UTF-8\n")
+        assert b"OURO_BATCH_RUN_M" in done.stderr
 
 
 def test_a_disk_that_is_full_before_the_first_record(folder, monkeypatch):

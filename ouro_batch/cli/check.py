@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import (
     FILES,
     MEMORY,
@@ -98,7 +99,7 @@ def check(
     Exit status: 0 every line can run, 1 some cannot, 2 wrong use, 3 a file or model could not be
     read.
     """
-    messages = Console(stderr=True, highlight=False)
+    messages = Messages()
     try:
         if not 0 < gpu_memory_utilization <= 1:
             raise UsageError(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import FILES, Config, Revision, option
 from ouro_batch.errors import ModelError
 from ouro_batch.jobs.batch import ExitStatus
@@ -34,7 +35,7 @@ def fetch(
     Weights, configuration and tokenizer alone are downloaded, no code. Exit status: 0 it is there
     and whole, 3 it is not.
     """
-    messages = Console(stderr=True, highlight=False)
+    messages = Messages()
     from ouro_batch.model.hub import resolve
     from ouro_batch.model.verify import verify
 

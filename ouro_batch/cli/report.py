@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import Config
 from ouro_batch.errors import ModelError
 from ouro_batch.jobs.batch import ExitStatus
@@ -70,7 +71,7 @@ def report(
     from ouro_batch.report.page import page
     from ouro_batch.report.terminal import print_report
 
-    messages = Console(stderr=True, highlight=False)
+    messages = Messages()
     try:
         if html is not None:
             _check_page(html)
