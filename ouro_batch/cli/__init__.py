@@ -13,6 +13,7 @@ import typer
 from ouro_batch import __version__
 from ouro_batch.cli.bench import bench
 from ouro_batch.cli.check import check
+from ouro_batch.cli.command import Command
 from ouro_batch.cli.fetch import fetch
 from ouro_batch.cli.info import info
 from ouro_batch.cli.messages import Results
@@ -32,14 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": PREFIX},
 )
-app.command()(run)
-app.command()(score)
-app.command()(check)
-app.command()(report)
-app.command()(fetch)
-app.command()(info)
-app.command()(validate)
-app.command()(bench)
+for _function in (run, score, check, report, fetch, info, validate, bench):
+    app.command(cls=Command)(_function)
 
 
 def _version(asked: bool) -> None:

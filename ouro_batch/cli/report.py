@@ -58,7 +58,7 @@ def report(
             show_default="each output's own, if it is on this machine",
         ),
     ] = None,
-    as_json: Annotated[
+    json: Annotated[
         bool, typer.Option("--json", help="Print the numbers as JSON instead of the report.")
     ] = False,
     config: Config = None,
@@ -78,7 +78,7 @@ def report(
         made = build_report(outputs, answers=limit if html is not None else 0, model=model)
         if html is not None:
             _write(Path(html).resolve(), (part.encode() for part in page(made)))
-        if as_json:
+        if json:
             numbers = orjson.dumps(made.to_json(), option=orjson.OPT_INDENT_2)
             sys.stdout.write(numbers.decode() + "\n")
         else:

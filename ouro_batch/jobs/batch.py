@@ -15,6 +15,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
+from ouro_batch.environment import as_text
 from ouro_batch.errors import EngineError, ModelError, OuroBatchError
 from ouro_batch.jobs.errors import FileError, OutputClosed, TooManyErrors
 from ouro_batch.jobs.interrupt import Interrupt
@@ -191,7 +192,7 @@ class _Batch:
         model = about["model"]
         named = ("dtype", "loops", "max_model_len", "batch_invariant", "seed")
         return {
-            "model": os.path.realpath(model["name"])
+            "model": as_text(os.path.realpath(model["name"]))
             if os.path.isdir(model["name"])
             else model["name"],
             "revision": model.get("revision"),
@@ -206,7 +207,7 @@ class _Batch:
     def _note_without_effect(self, loops: int) -> None:
         """Say which settings of the command line change nothing."""
         sampling = SamplingParams(**self._options.sampling)
-        notes = [
+        notes = self._options.format.without_effect + [
             f"--{name}-loops {value} is above the model's {counted(loops, 'loop')}"
             for name, value in (("min", sampling.min_loops), ("max", sampling.max_loops))
             if value is not None and value > loops

@@ -88,6 +88,16 @@ class InputFormat:
     def names_columns(self) -> bool:
         return self.prompt_field is not None or self.id_field is not None
 
+    @property
+    def without_effect(self) -> list[str]:
+        """What is said to somebody who asked for columns where there are none."""
+        names = (("prompt", self.prompt_field), ("id", self.id_field)) if self.text else ()
+        return [
+            f"--{name}-field {column} changes nothing with --format text: a line is a prompt"
+            for name, column in names
+            if column is not None
+        ]
+
 
 def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | None = None) -> Record:
     """The record in a line; sampling fields that it does not name are those of ``defaults``.
