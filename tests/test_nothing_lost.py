@@ -298,6 +298,32 @@ def test_names_that_are_no_text(folder):
         assert b"Traceback" not in done.stderr
 
 
+def test_a_folder_whose_name_is_no_text(folder):
+    """Not given by name, but where the job is: in settings and statistics it is written down."""
+    odd = folder / os.fsdecode(b"odd\xff")
+    (odd / "x").mkdir(parents=True)
+    write(odd / "in.jsonl", [*LINES, {"id": "bad", "prompt": "refuse me"}])
+    cut(odd, at="append:2")
+    assert run(odd, "in.jsonl", "-o", "out").returncode == 1
+    fine = {**os.environ, "REFUSE": "nothing"}
+    done = run(odd, "in.jsonl", "-o", "out", "--retry-errors", env=fine)
+    assert done.returncode == 0, done.stderr
+    settings = orjson.loads((odd / "out.stats.json").read_bytes())["settings"]
+    assert settings["model"].endswith("odd\\udcff/x")
+    (folder / "link").symlink_to(odd / "x")
+    assert run(folder, "in.jsonl", "-o", "out", model="link").returncode == 0
+
+
+def test_a_cache_whose_name_is_no_text(folder):
+    done = subprocess.run(
+        [*COMMAND[:-1], "info", "--json"],
+        capture_output=True,
+        env={**os.environb, b"HF_HOME": os.fsencode(folder) + b"/odd\xff"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "odd\\udcff" in orjson.loads(done.stdout)["hub_cache"]
+
+
 def shell(folder, arguments, redirection):
     """Status and standard error of a command, through bash."""
     command = shlex.join([*COMMAND[:-1], *arguments])
