@@ -219,7 +219,8 @@ def _stopped(console: Console, why: str, writer: Writer, status: int) -> int:
     place = writer.keep()
     if place is not None:
         why += f"; {counted(writer.written, 'finished record')} in {place}"
-        why += ", the same command goes on from there" if place.endswith(".part") else ""
+        goes_on = place.endswith(".part") and status != ExitStatus.USAGE  # which would fail again
+        why += ", the same command goes on from there" if goes_on else ""
     _say(console, why, "bold red" if status in (2, 3) else "bold")
     return status
 
