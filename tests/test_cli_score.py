@@ -222,7 +222,7 @@ def test_a_sample_that_changed_is_scored_again_with_its_line(folder, monkeypatch
     command(*arguments, "changed", status=2)
     command(*arguments, "changed", "--resume", "force")
     assert [score["token_ids"] for score in read("scores")] == [r["token_ids"] for r in records]
-    command(*arguments[:2], "-o", "few", "-q", "--answers", "more", status=3)
+    command(*arguments[:2], "-o", "few", "-q", "--answers", "more", status=2)
     write(folder / "first", records[:1])
     command(*arguments[:2], "-o", "few", "-q", "--answers", "first", "--resume", "force")
     assert len(read("few")) == 1

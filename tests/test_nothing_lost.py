@@ -11,6 +11,7 @@ import pytest
 
 from ouro_batch.jobs.errors import FileError
 from ouro_batch.jobs.part import PartFile
+from ouro_batch.jobs.reader import TEMPORARY
 from ouro_batch.jobs.writer import FileWriter
 
 from .test_cli_input import TINY_OURO
@@ -121,7 +122,7 @@ def test_samples_that_are_there_outlive_a_line_that_can_no_longer_be_run(folder)
     assert len(lines((folder / "out").read_bytes())) == 3
 
 
-@pytest.mark.parametrize("end", [".tmp", ".part"])
+@pytest.mark.parametrize("end", [TEMPORARY, ".part"])
 def test_an_input_beside_what_a_link_points_to_is_kept(folder, end):
     (folder / "far").mkdir()
     (folder / "link").symlink_to("far/real")
@@ -234,13 +235,33 @@ def test_statistics_into_a_pipe_leave_it_a_pipe(folder):
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-@pytest.mark.parametrize("name", ["out.tmp", "out.part", "out.stats.json.tmp"])
+@pytest.mark.parametrize("name", [f"out{TEMPORARY}", "out.part", f"out.stats.json{TEMPORARY}"])
 def test_an_input_where_a_file_of_the_job_would_be(folder, name):
     os.rename(folder / "in.jsonl", folder / name)
     result = run(folder, name, "-o", "out")
     assert result.returncode == 2
     assert b"is an input too" in result.stderr
     assert names(folder) == [name]
+
+
+def test_a_file_of_somebody_else_beside_the_output(folder):
+    for name in ("out.tmp", "out.stats.json.tmp"):
+        (folder / name).write_bytes(b"my precious notes")
+        (folder / name.replace(".tmp", TEMPORARY)).symlink_to(name)
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    assert not (folder / "out").is_symlink()
+    for name in ("out.tmp", "out.stats.json.tmp"):
+        assert (folder / name).read_bytes() == b"my precious notes"
+    assert len(results(folder / "out")) == 6
+
+
+@pytest.mark.parametrize("name", ["out", "out.stats.json"])
+def test_a_folder_where_a_file_on_its_way_would_be(folder, name):
+    (folder / f"{name}{TEMPORARY}").mkdir()
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 2
+    assert f"cannot write {name}{TEMPORARY}: it is a folder" in result.stderr.decode()
+    assert "out.part" not in names(folder)
 
 
 @pytest.mark.parametrize("content", [b"my precious notes", b"{}", b"notes\nmore", b'{"ouro_batch'])

@@ -18,6 +18,7 @@ from ouro_batch.jobs.parquet import parquet_lines, parquet_rows, require_pyarrow
 STDIN = "-"
 BOM = b"\xef\xbb\xbf"
 JSON_SPACE = b" \t\r\n"
+TEMPORARY = ".ouro-tmp"  # a file's suffix until it is whole; nobody else's
 GZIP, ZSTANDARD, PARQUET = ".gz", ".zst", ".parquet"
 
 
@@ -47,7 +48,8 @@ def expand_inputs(patterns: Sequence[str], output: str = STDIN) -> list[str]:
             continue
         found = sorted(glob.glob(pattern, recursive=True))
         if output != STDIN:
-            own = {os.path.realpath(output + end) for end in ("", ".part", ".tmp", ".stats.json")}
+            ends = ("", ".part", TEMPORARY, ".stats.json", f".stats.json{TEMPORARY}")
+            own = {os.path.realpath(output + end) for end in ends}
             found = [name for name in found if os.path.realpath(name) not in own]
         if not found:
             raise UsageError(f"no file matches {pattern}")

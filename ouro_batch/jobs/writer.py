@@ -20,11 +20,10 @@ import orjson
 from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
 from ouro_batch.jobs.openai import OutputForm, native_records
 from ouro_batch.jobs.part import ANY_INPUT, PartFile
-from ouro_batch.jobs.reader import STDIN, Line
+from ouro_batch.jobs.reader import STDIN, TEMPORARY, Line
 from ouro_batch.params import MAX_SAMPLES
 
 STDOUT = "-"
-TEMPORARY = ".tmp"  # a file's suffix until it is whole
 
 
 class Writer(Protocol):
@@ -389,9 +388,11 @@ def check_writable(path: str, *, streams: bool = True) -> None:
     """
     if not path:
         raise UsageError("the name of a file to write is empty")
-    for name in (path, f"{path}{TEMPORARY}"):
+    target = os.path.realpath(path) if os.path.islink(path) else path
+    for name in (path, f"{target}{TEMPORARY}"):
         try:
-            os.stat(name)
+            if stat.S_ISDIR(os.stat(name).st_mode):
+                raise UsageError(f"cannot write {name}: it is a folder")
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue  # none is there yet, or the folder says what is wrong
         except OSError as error:  # a link to itself, a name that is too long
@@ -399,8 +400,6 @@ def check_writable(path: str, *, streams: bool = True) -> None:
     if not streams and is_stream(path):
         raise UsageError(f"cannot write {path}: it is no file")
     folder = os.path.dirname(os.path.realpath(path))
-    if os.path.isdir(path):
-        raise UsageError(f"cannot write {path}: it is a folder")
     if not os.path.isdir(folder):
         raise UsageError(f"cannot write {path}: there is no folder {folder}")
     if not os.access(folder, os.W_OK):
@@ -414,8 +413,10 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         OSError: it cannot be written; nothing has changed then.
     """
     temporary = path.with_name(path.name + TEMPORARY)
+    with suppress(FileNotFoundError):
+        os.unlink(temporary)  # of a run that was cut off; were it a link, its target is not ours
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
