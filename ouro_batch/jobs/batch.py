@@ -148,7 +148,10 @@ class _Batch:
 
     def run(self, load: Callable[[], LLM]) -> ExitStatus:
         options = self._options
-        total = None if options.quiet else count_records(options.inputs)
+        total = None
+        if not options.quiet:
+            n = options.sampling.get("n", 1)
+            total = count_records(options.inputs, n, text=options.format.text)
         if not options.quiet:
             self._console.print(Text(f"loading {options.model}"), soft_wrap=True)
         started = time.perf_counter()
@@ -164,8 +167,6 @@ class _Batch:
                     Text(f"resuming: {counted(self._writer.written, 'record')} done"),
                     soft_wrap=True,
                 )
-            if total is not None:
-                total *= options.sampling.get("n", 1)
             self._note_without_effect(loops)
             title = JobTitle(options.model, about["device"], about["schedule"], loops, total)
             job = self._run_job(llm, title)
