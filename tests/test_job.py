@@ -60,7 +60,7 @@ def run_job(llm, *inputs, writer=None, **options):
         (b'{"prompt": "a"}', 1, 3),
         (b'{"prompt": "a", "n": 2}', 2, 2),
         (b'{"prompt": "a", "n": null}', 1, 3),
-        (b'{"prompt": ""n": 5"}', 1, 3),
+        (rb'{"prompt": "\"n\": 5"}', 1, 3),
         (b'{"prompt": "a", "metadata": {"n": 5}}', 1, 3),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a", "n": 4}}', 4, 4),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a"}}', 1, 3),
