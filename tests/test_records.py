@@ -219,7 +219,7 @@ def test_columns_of_other_peoples_data():
 @pytest.mark.parametrize("wrong", ['"seed": 1e1, "seed": 2', '"metadata": [18446744073709551616]'])
 def test_a_line_that_reading_would_change_keeps_its_id(id, wrong):
     line = f'{{"prompt": "x", "id": {id}, {wrong}}}'.encode()
-    with pytest.raises(RecordError, match="twice|64 bits") as error:
+    with pytest.raises(RecordError, match=r"twice|64 bits") as error:
         parse_record(Line(0, 1, "in", line), SamplingParams())
     assert orjson.dumps(error.value.id) == orjson.dumps(orjson.loads(id))
 
@@ -230,7 +230,7 @@ def test_a_line_that_reading_would_change_keeps_its_id(id, wrong):
 def test_an_id_that_reading_would_change_is_none(id):
     id += "]" * 300 if id == "[" * 300 else ""
     line = f'{{"prompt": "x", "seed": 18446744073709551616, "id": {id}}}'.encode()
-    with pytest.raises(RecordError, match="twice|64 bits") as error:
+    with pytest.raises(RecordError, match=r"twice|64 bits") as error:
         parse_record(Line(0, 1, "in", line), SamplingParams())
     assert error.value.id is None
 
