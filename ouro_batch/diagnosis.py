@@ -13,7 +13,7 @@ import torch
 
 from ouro_batch import memory
 from ouro_batch.bench.machine import cpu_name
-from ouro_batch.environment import versions
+from ouro_batch.environment import as_text, versions
 
 EXTRAS = (("zstandard", "zstd", ".zst"), ("pyarrow", "parquet", ".parquet"))
 
@@ -32,7 +32,7 @@ def diagnose() -> dict[str, Any]:
         },
         "devices": _devices(),
         "abilities": _abilities(),
-        "hub_cache": str(cache),
+        "hub_cache": as_text(cache),
         "checkpoints": _checkpoints(cache),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import metadata
 
@@ -17,3 +18,8 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def as_text(path: str | os.PathLike[str]) -> str:
+    """A path that can be written down: bytes in it that are no text as escapes."""
+    return os.fspath(path).encode(errors="backslashreplace").decode()

@@ -123,4 +123,5 @@ def _out_of_memory(device: torch.device, what: str, advice: str) -> Iterator[Non
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError) as error:
-        raise EngineError(f"{what} cannot be allocated on {device}: {error} ({advice})") from error
+        why = str(error).partition("\n")[0]  # a backtrace may follow
+        raise EngineError(f"{what} cannot be allocated on {device}: {why} ({advice})") from error

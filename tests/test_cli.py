@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+import typing
 from dataclasses import dataclass
 
 import pytest
 
 import ouro_batch
+from ouro_batch import cli
 from ouro_batch.cli import app
 
 PANELS = ("Input and output", "Sampling", "Early exit", "Engine", "Memory")
@@ -125,8 +127,7 @@ def test_wrong_use_is_status_2_on_standard_error(invoke, arguments):
         (["--stop", ""], "stop must not hold an empty string"),
         (["--kv-tokens", "5", "--kv-memory", "1"], "give one of them"),
         (["--kv-memory", "0"], "--kv-memory must be above 0 GiB"),
-        (["--kv-memory", "inf"], "--kv-memory must be above 0 GiB and finite, got inf"),
-        (["--kv-memory", "nan"], "--kv-memory must be above 0 GiB and finite, got nan"),
+        (["--kv-memory", "-inf"], "--kv-memory must be above 0 GiB, got -inf"),
         (["--gpu-memory-utilization", "1.5"], "above 0 and at most 1, got 1.5"),
         (["--stats", "no/such/folder/s.json"], "there is no folder"),
     ],
@@ -139,3 +140,52 @@ def test_values_out_of_range_are_status_2(invoke, tmp_path, arguments, message):
     assert result.stdout == ""
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
+
+
+def options():
+    """Each option and argument of each command: the command's name, the option, and its type."""
+    import typer
+
+    for name, command in typer.main.get_command(app).commands.items():
+        kinds = typing.get_type_hints(getattr(cli, name))
+        for parameter in command.params:
+            if parameter.name not in ("help", "config"):
+                (kind,) = {*(typing.get_args(kinds[parameter.name]) or [kinds[parameter.name]])} - {
+                    type(None)
+                }
+                yield name, parameter, kind
+
+
+def numbers():
+    """Every option that takes a number, and numbers that it cannot take."""
+    for name, parameter, kind in options():
+        values = ["9" * 23, "4" * 20] if kind in (int, list[int]) else []
+        values = ["inf", "1e300", "nan"] if kind is float else values
+        for value in values:
+            yield pytest.param(name, parameter, value, id=f"{name} {parameter.name} {value}")
+
+
+@pytest.mark.parametrize(
+    ("command", "parameter", "value"),
+    list(numbers()),
+)
+def test_numbers_that_no_machine_holds_are_refused_by_name(invoke, command, parameter, value):
+    arguments = {
+        "run": ["run", "none.jsonl", "-m", "x"],
+        "score": ["score", "none.jsonl", "-m", "x"],
+        "check": ["check", "none.jsonl", "-m", "x"],
+        "report": ["report", "none"],
+        "bench": ["bench"],
+    }[command]
+    result = invoke(*arguments, parameter.opts[0], value)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    words = " ".join(result.stderr.replace("\u2502", " ").split())
+    assert parameter.opts[0] in words
+    if result.stderr.startswith("error: "):  # else the options have bounds of their own
+        shown = value if value.isdecimal() else str(float(value))
+        assert re.search(rf" must be at most .*, got {re.escape(shown)}$", words)
+
+
+def test_every_command_with_numbers_is_asked():
+    assert {case.values[0] for case in numbers()} == {"run", "score", "check", "report", "bench"}

@@ -51,7 +51,7 @@ def test_parquet(folder):
     columns = ("--prompt-field", "question", "--id-field", "key")
     result = run(folder, "in.parquet", "in.jsonl", "-o", "out", *columns)
     assert result.returncode == 1  # in.jsonl has other columns
-    assert b"9 requests" in result.stderr
+    assert b"running 10 requests" in result.stderr
     records = lines((folder / "out").read_bytes())
     assert [record.get("text") for record in records[:4]] == ["AB", "CD", "CD1", "EF"]
     assert [record["id"] for record in records[:4]] == [7, 8, 8, 9]

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import orjson
 import pytest
+from typer.testing import CliRunner
 
+from ouro_batch.cli import app
+
+TINY_OURO = Path(__file__).parents[1] / "samples" / "tiny-ouro"
 COMMAND = [sys.executable, str(Path(__file__).with_name("fake_cli.py")), "run"]
 PROMPTS = [{"id": f"q{n}", "prompt": "abcdefgh"[: 8 - n]} for n in range(6)]
 
@@ -110,6 +114,37 @@ def test_settings_without_effect_are_said(folder):
     assert "note: --n 2 at --temperature 0 gives the same answer every time" in errors
     arguments = ["in.jsonl", "-o", "other", "--max-loops", "4", "--n", "2", "--temperature", "1"]
     assert b"note" not in run(folder, *arguments).stderr
+
+
+@pytest.mark.parametrize("command", ["run", "check", "score"])
+def test_columns_without_effect_are_said(folder, command):
+    (folder / "text").write_text("1 + 2\n")
+    write(folder / "out", [{"id": 0, "index": 0, "error": {"type": "x", "message": "x"}}])
+    fields = ["--format", "text", "--prompt-field", "q", "--id-field", "n"]
+    arguments = [command, str(folder / "text"), "-m", str(TINY_OURO), *fields]
+    arguments += {
+        "run": ["--max-tokens", "1", "-o", str(folder / "made")],
+        "score": ["--answers", str(folder / "out"), "-o", str(folder / "made")],
+        "check": ["--max-tokens", "1"],
+    }[command]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == (command == "score"), result.stderr
+    for option in ("--prompt-field q", "--id-field n"):
+        assert f"note: {option} changes nothing with --format text" in result.stderr
+    if command != "check":
+        again = CliRunner().invoke(app, [*arguments, "--overwrite", "--quiet"])
+        assert "note" not in again.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "check", "score"])
+def test_a_column_that_is_to_be_prompt_and_id(folder, command):
+    result = subprocess.run(
+        [*COMMAND[:-1], command, "in.jsonl", "-m", "x", "--prompt-field", "q", "--id-field", "q"],
+        cwd=folder,
+        capture_output=True,
+    )
+    assert result.returncode == 2
+    assert b"--prompt-field and --id-field both name 'q'" in result.stderr
 
 
 def test_standard_output_streams_records_and_nothing_else(folder):
@@ -408,11 +443,11 @@ def test_a_job_outlives_the_reader_of_its_progress(folder):
     assert len(lines(job.stdout)) == 6
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_statistics_that_cannot_be_written_are_status_3_with_the_records_in_place(folder):
-    (folder / "s.json.tmp").mkdir()
-    result = run(folder, "in.jsonl", "-o", "out", "--stats", "s.json")
+    result = run(folder, "in.jsonl", "-o", "out", "--stats", "/dev/full")
     assert result.returncode == 3
-    assert b"s.json failed: Is a directory (the records are complete)" in result.stderr
+    assert b"/dev/full failed: No space left on device (the records are com" in result.stderr
     assert result.stderr.endswith(b"6 finished records in %s/out\n" % bytes(folder))
     assert len(lines((folder / "out").read_bytes())) == 6
 

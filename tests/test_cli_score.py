@@ -137,9 +137,10 @@ def test_a_score_that_was_interrupted_goes_on(folder, monkeypatch):
     ("change", "status", "words"),
     [
         (lambda lines: lines[:4], 1, "4 of 6 records scored"),
-        (lambda lines: [*lines, lines[-1].replace(b'"index":5', b'"index":6')], 3, "have index 6"),
+        (lambda lines: [*lines, lines[-1].replace(b'"index":5', b'"index":6')], 2, "have index 6"),
         (lambda lines: [*lines, lines[-1]], 2, "out has two records of index 5, sample 0"),
-        (lambda lines: [lines[0].replace(b'"q0"', b'"q9"'), *lines[1:]], 3, "has id 'q0'"),
+        (lambda lines: [lines[0].replace(b'"q0"', b'"q9"'), *lines[1:]], 2, "has id 'q0'"),
+        (lambda lines: [*lines[:-1], lines[-1].replace(b'"q5"', b'"q9"')], 2, "has id 'q5'"),
         (lambda lines: [b"x", *lines[1:]], 2, "line 1 of out is no output record"),
         (lambda lines: [*lines[:2], b"[]", *lines[2:]], 2, "line 3 of out is no output record"),
         (lambda lines: [b'{"index":-1,"error":{}}'], 2, "line 1 of out is no output record"),
@@ -152,6 +153,25 @@ def test_answers_that_are_not_those_of_the_input(folder, change, status, words):
     Path("out").write_bytes(b"\n".join(change(lines)) + b"\n")
     result = command("score", "in.jsonl", "--answers", "out", "-o", "scores", status=status)
     assert words in result.stderr
+    assert "the same command goes on" not in result.stderr  # it would fail again
+
+
+def test_depths_of_a_run_with_other_loops(folder):
+    command("run", "in.jsonl", "-o", "out", "--token-ids", "-q", "--loops", "2", *SAMPLING)
+    arguments = ["score", "in.jsonl", "--answers", "out", "-o", "scores"]
+    result = command(*arguments, status=2)
+    assert "line 1 of in.jsonl: exit_depths[0] is 2; prefill runs all 3 loops" in result.stderr
+    assert "(give the --loops of the run that made them, or --ignore-depths)" in result.stderr
+    assert not list(folder.glob("scores*"))
+    command(*arguments, "--ignore-depths")
+    command(*arguments, "--loops", "2", "--overwrite")
+    assert [s["exit_depths"] for s in read("scores")] == [a["exit_depths"] for a in read("out")]
+    line = {"prompt": [1, 2], "completion": [3, 4], "exit_depths": [2, 1]}
+    write(folder / "own", [line, {**line, "exit_depths": [3, 1]}])
+    result = command("score", "own", status=1)
+    wrong, right = (orjson.loads(text) for text in result.stdout.splitlines())
+    assert "or --ignore-depths" in wrong["error"]["message"]
+    assert right["exit_depths"] == [3, 1]
 
 
 @pytest.mark.parametrize("kind", ["reversed", "compressed", "openai"])
@@ -195,14 +215,14 @@ def test_a_sample_that_changed_is_scored_again_with_its_line(folder, monkeypatch
     records = read("out")
     write(folder / "more", [*records, records[0] | {"index": 9}])
     arguments = ["score", "in.jsonl", "-o", "scores", "-q", "--answers"]
-    command(*arguments, "more", status=3)
+    command(*arguments, "more", status=2)
     assert Path("scores.part").exists()
     records[1] |= {name: records[2][name] for name in ("token_ids", "exit_depths")}
     write(folder / "changed", records)
     command(*arguments, "changed", status=2)
     command(*arguments, "changed", "--resume", "force")
     assert [score["token_ids"] for score in read("scores")] == [r["token_ids"] for r in records]
-    command(*arguments[:2], "-o", "few", "-q", "--answers", "more", status=3)
+    command(*arguments[:2], "-o", "few", "-q", "--answers", "more", status=2)
     write(folder / "first", records[:1])
     command(*arguments[:2], "-o", "few", "-q", "--answers", "first", "--resume", "force")
     assert len(read("few")) == 1

@@ -15,9 +15,11 @@ from ouro_batch.jobs.ahead import ReadAhead
 from ouro_batch.jobs.errors import FileError, UsageError
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.job import Job
-from ouro_batch.jobs.reader import check_inputs, count_records, read_lines
+from ouro_batch.jobs.reader import Line, check_inputs, count_records, read_lines
+from ouro_batch.jobs.records import RecordError, parse_record
 from ouro_batch.jobs.statistics import JobCounts, job_statistics
 from ouro_batch.jobs.writer import check_apart, open_writer, write_atomically
+from ouro_batch.params import SamplingParams
 from tests.fakes import FakeLLM
 
 
@@ -50,6 +52,38 @@ def run_job(llm, *inputs, writer=None, **options):
 
 
 # Reading
+
+
+@pytest.mark.parametrize(
+    ("line", "once", "thrice"),
+    [
+        (b'{"prompt": "a"}', 1, 3),
+        (b'{"prompt": "a", "n": 2}', 2, 2),
+        (b'{"prompt": "a", "n": null}', 1, 3),
+        (rb'{"prompt": "\"n\": 5"}', 1, 3),
+        (b'{"prompt": "a", "metadata": {"n": 5}}', 1, 3),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a", "n": 4}}', 4, 4),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a"}}', 1, 3),
+        (b'{"prompt": "a", "n": 0}', 1, 1),
+        (b'{"prompt": "a", "n": "many"}', 1, 1),
+        (b'{"prompt": "a", "n": 2', 1, 1),
+        (b'["n"]', 1, 1),
+    ],
+)
+def test_requests_are_counted_and_not_lines(tmp_path, line, once, thrice):
+    """Before a job; with and without samples that the command line asks for."""
+    path = tmp_path / "in"
+    path.write_bytes(line + b"\n")
+    for samples, expected in ((1, once), (3, thrice)):
+        assert count_records([str(path)], samples) == expected
+        defaults = SamplingParams(n=samples)
+        try:
+            record = parse_record(Line(0, 1, "in", line), defaults)
+        except RecordError:
+            assert expected == 1
+        else:
+            assert expected == record.params.n
+        assert count_records([str(path)], samples, text=True) == samples
 
 
 def test_lines_keep_their_numbers_and_count_across_files(tmp_path):
@@ -354,7 +388,7 @@ def test_statistics_count_decode_tokens_only(tmp_path):
     source = jsonl(tmp_path / "in", {"prompt": "abcd"}, {"prompt": "a"}, {"prompt": ""})
     llm = FakeLLM("x")
     job, _ = run_job(llm, source)
-    stats = job_statistics(llm, job.counts, options={"max_rows": 4}, load_s=1.5)
+    stats = job_statistics(llm, job.counts, options={"max_rows": 4}, settings={"n": 1}, load_s=1.5)
     # A, B, C, D have code points 65 to 68; A comes from prefill and does not count.
     assert stats["exit_depth"] == {"mean": 2.0 + 2 / 3, "histogram": {"1": 1, "3": 1, "4": 1}}
     assert stats["requests"]["total"] == 3

@@ -1,6 +1,7 @@
 """Files and lines that an attack on batch jobs lost, mixed up or computed twice."""
 
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -10,12 +11,15 @@ import pytest
 
 from ouro_batch.jobs.errors import FileError
 from ouro_batch.jobs.part import PartFile
+from ouro_batch.jobs.reader import TEMPORARY
 from ouro_batch.jobs.writer import FileWriter
 
+from .test_cli_input import TINY_OURO
 from .test_cli_run import COMMAND, lines, names, run, write
 from .test_resume import cut, results
 
 LINES = [{"id": f"q{n}", "prompt": f"abc {n}"} for n in range(6)]
+TINY = str(TINY_OURO)
 DEEP = [1]
 for _ in range(300):
     DEEP = [DEEP]
@@ -118,7 +122,7 @@ def test_samples_that_are_there_outlive_a_line_that_can_no_longer_be_run(folder)
     assert len(lines((folder / "out").read_bytes())) == 3
 
 
-@pytest.mark.parametrize("end", [".tmp", ".part"])
+@pytest.mark.parametrize("end", [TEMPORARY, ".part"])
 def test_an_input_beside_what_a_link_points_to_is_kept(folder, end):
     (folder / "far").mkdir()
     (folder / "link").symlink_to("far/real")
@@ -231,13 +235,33 @@ def test_statistics_into_a_pipe_leave_it_a_pipe(folder):
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-@pytest.mark.parametrize("name", ["out.tmp", "out.part", "out.stats.json.tmp"])
+@pytest.mark.parametrize("name", [f"out{TEMPORARY}", "out.part", f"out.stats.json{TEMPORARY}"])
 def test_an_input_where_a_file_of_the_job_would_be(folder, name):
     os.rename(folder / "in.jsonl", folder / name)
     result = run(folder, name, "-o", "out")
     assert result.returncode == 2
     assert b"is an input too" in result.stderr
     assert names(folder) == [name]
+
+
+def test_a_file_of_somebody_else_beside_the_output(folder):
+    for name in ("out.tmp", "out.stats.json.tmp"):
+        (folder / name).write_bytes(b"my precious notes")
+        (folder / name.replace(".tmp", TEMPORARY)).symlink_to(name)
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    assert not (folder / "out").is_symlink()
+    for name in ("out.tmp", "out.stats.json.tmp"):
+        assert (folder / name).read_bytes() == b"my precious notes"
+    assert len(results(folder / "out")) == 6
+
+
+@pytest.mark.parametrize("name", ["out", "out.stats.json"])
+def test_a_folder_where_a_file_on_its_way_would_be(folder, name):
+    (folder / f"{name}{TEMPORARY}").mkdir()
+    result = run(folder, "in.jsonl", "-o", "out")
+    assert result.returncode == 2
+    assert f"cannot write {name}{TEMPORARY}: it is a folder" in result.stderr.decode()
+    assert "out.part" not in names(folder)
 
 
 @pytest.mark.parametrize("content", [b"my precious notes", b"{}", b"notes\nmore", b'{"ouro_batch'])
@@ -295,18 +319,97 @@ def test_names_that_are_no_text(folder):
         assert b"Traceback" not in done.stderr
 
 
-def test_closed_standard_files(folder):
-    def closed(redirection, *arguments):
-        script = " ".join([*map(str, COMMAND), *arguments, "-m", "x", redirection])
-        return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True)
-
-    done = closed(">&-", "in.jsonl", "-o", "out")
+def test_a_folder_whose_name_is_no_text(folder):
+    """Not given by name, but where the job is: in settings and statistics it is written down."""
+    odd = folder / os.fsdecode(b"odd\xff")
+    (odd / "x").mkdir(parents=True)
+    write(odd / "in.jsonl", [*LINES, {"id": "bad", "prompt": "refuse me"}])
+    cut(odd, at="append:2")
+    assert run(odd, "in.jsonl", "-o", "out").returncode == 1
+    fine = {**os.environ, "REFUSE": "nothing"}
+    done = run(odd, "in.jsonl", "-o", "out", "--retry-errors", env=fine)
     assert done.returncode == 0, done.stderr
-    assert len(results(folder / "out")) == 6
-    done = closed("<&-", "-", "-o", "other")
-    assert done.returncode in (2, 3), done.stderr
+    settings = orjson.loads((odd / "out.stats.json").read_bytes())["settings"]
+    assert settings["model"].endswith("odd\\udcff/x")
+    (folder / "link").symlink_to(odd / "x")
+    assert run(folder, "in.jsonl", "-o", "out", model="link").returncode == 0
+
+
+def test_a_cache_whose_name_is_no_text(folder):
+    done = subprocess.run(
+        [*COMMAND[:-1], "info", "--json"],
+        capture_output=True,
+        env={**os.environb, b"HF_HOME": os.fsencode(folder) + b"/odd\xff"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "odd\\udcff" in orjson.loads(done.stdout)["hub_cache"]
+
+
+def shell(folder, arguments, redirection):
+    """Status and standard error of a command, through bash."""
+    command = shlex.join([*COMMAND[:-1], *arguments])
+    script = f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, timeout=60)
     assert b"Traceback" not in done.stderr
+    return done.returncode, done.stderr.decode()
+
+
+def test_closed_standard_files(folder):
+    status, words = shell(folder, ["run", "in.jsonl", "-m", "x", "-o", "out"], ">&-")
+    assert status == 0, words
+    assert len(results(folder / "out")) == 6
+    status, words = shell(folder, ["run", "-", "-m", "x", "-o", "other"], "<&-")
+    assert status in (2, 3), words
     assert not (folder / "other").exists()
+    closed = "ing standard {} failed: Bad file descriptor"
+    status, words = shell(folder, ["report", "-"], "<&-")
+    assert (status, words) == (3, f"error: read{closed.format('input')}\n")
+    status, words = shell(folder, ["run", "in.jsonl", "-m", "x", "-q", "-o", "-"], ">&-")
+    assert (status, words) == (3, f"error: writ{closed.format('output')}\n")
+    status, words = shell(folder, ["run", "in.jsonl", "-m", "x", "-o", "third"], "2>&-")
+    assert (status, words) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "out"],
+        ["report", "out", "--json"],
+        ["check", "in.jsonl", "-m", TINY],
+        ["check", "in.jsonl", "-m", TINY, "--json"],
+        ["fetch", TINY],
+        ["fetch", TINY, "--json"],
+        ["info", "--json"],
+        ["--help"],
+        ["--version"],
+    ],
+    ids=" ".join,
+)
+def test_a_standard_output_that_takes_nothing(folder, arguments):
+    """A reader that has gone is no error, a full disk is one, and so is a file that is closed."""
+    if arguments[0] == "report":
+        assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    assert shell(folder, arguments, "| true") == (0, "")
+    refused = [(">&-", "Bad file descriptor")]
+    if os.path.exists("/dev/full"):
+        refused.append((">/dev/full", "No space left on device"))
+    for redirection, why in refused:
+        said = f"error: writing standard output failed: {why}\n"
+        assert shell(folder, arguments, redirection) == (3, said)
+
+
+@pytest.mark.parametrize("name", [b"OURO_BATCH_RUN_MODEL", b"OURO_BATCH_RUN_M\xff"])
+def test_variables_that_are_no_text(folder, name):
+    for command in ("run", "score", "check"):
+        done = subprocess.run(
+            [*COMMAND[:-1], command, "in.jsonl", "-m", "x"],
+            cwd=folder,
+            capture_output=True,
+            env={**os.environb, name: b"x\xff"},
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.endswith(b"is not UTF-8\n")
+        assert b"OURO_BATCH_RUN_M" in done.stderr
 
 
 def test_a_disk_that_is_full_before_the_first_record(folder, monkeypatch):

@@ -211,3 +211,33 @@ def test_columns_of_other_peoples_data():
     with pytest.raises(RecordError, match="no column 'question'; there are 'text'") as error:
         parse_record(Line(0, 1, "in", b'{"qid": 7, "text": "x"}'), SamplingParams(), format)
     assert error.value.id == 7
+
+
+@pytest.mark.parametrize(
+    "id", ["7", '"seven"', "7.5", "-1e3", "true", "null", "[1, [2.5, null]]", '{"a": {"b": [0]}}']
+)
+@pytest.mark.parametrize("wrong", ['"seed": 1e1, "seed": 2', '"metadata": [18446744073709551616]'])
+def test_a_line_that_reading_would_change_keeps_its_id(id, wrong):
+    line = f'{{"prompt": "x", "id": {id}, {wrong}}}'.encode()
+    with pytest.raises(RecordError, match=r"twice|64 bits") as error:
+        parse_record(Line(0, 1, "in", line), SamplingParams())
+    assert orjson.dumps(error.value.id) == orjson.dumps(orjson.loads(id))
+
+
+@pytest.mark.parametrize(
+    "id", ["18446744073709551616", "[1, 18446744073709551616]", '{"a": 1, "a": 2}', "[" * 300]
+)
+def test_an_id_that_reading_would_change_is_none(id):
+    id += "]" * 300 if id == "[" * 300 else ""
+    line = f'{{"prompt": "x", "seed": 18446744073709551616, "id": {id}}}'.encode()
+    with pytest.raises(RecordError, match=r"twice|64 bits") as error:
+        parse_record(Line(0, 1, "in", line), SamplingParams())
+    assert error.value.id is None
+
+
+def test_columns_that_are_named_are_no_openai_line_in_errors_either():
+    format = InputFormat(id_field="qid")
+    row = b'{"qid": 7, "custom_id": "c", "url": "/v1", "body": {"n": 18446744073709551616}}'
+    with pytest.raises(RecordError, match="64 bits") as error:
+        parse_record(Line(0, 1, "in", row), SamplingParams(), format)
+    assert (error.value.id, error.value.openai) == (7, None)

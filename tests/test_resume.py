@@ -225,6 +225,44 @@ def test_errors_of_a_part_are_retried(folder):
 
 
 @pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--n", "3"], "n was 1 and is 3"),
+        (["--seed", "7"], "seed was 0 and is 7"),
+        (["--max-tokens", "4"], "max_tokens was 128 and is 4"),
+        (["--stop", "E"], "stop was [] and is ['E']"),
+        (["--token-ids"], "token_ids was False and is True"),
+        (["--on-too-long", "truncate-left"], "on_too_long was error and is truncate-left"),
+    ],
+)
+def test_errors_are_retried_with_the_settings_of_their_job(folder, option, message):
+    write(folder / "in.jsonl", [*PROMPTS[:3], {"id": "late", "prompt": "refuse me"}])
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 1
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    retry = ("in.jsonl", "-o", "out", "--retry-errors", *option)
+    fine = {**os.environ, "REFUSE": "nothing"}
+    result = run(folder, *retry, env=fine)
+    assert result.returncode == 2
+    assert f"out was made with other settings: {message} (" in result.stderr.decode()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert run(folder, *retry, "--resume", "force", env=fine).returncode == 0
+    assert not any("error" in record for record in results(folder / "out"))
+
+
+@pytest.mark.parametrize("statistics", [None, b"{torn", b'{"settings":3}', b"[]"])
+def test_errors_are_retried_where_nothing_tells_the_settings(folder, statistics):
+    write(folder / "in.jsonl", [*PROMPTS[:3], {"id": "late", "prompt": "refuse me"}])
+    assert run(folder, "in.jsonl", "-o", "out").returncode == 1
+    (folder / "out.stats.json").unlink()
+    if statistics is not None:
+        (folder / "out.stats.json").write_bytes(statistics)
+    fine = {**os.environ, "REFUSE": "nothing"}
+    result = run(folder, "in.jsonl", "-o", "out", "--retry-errors", env=fine)
+    assert result.returncode == 0
+    assert b"out.stats.json does not say which settings out was made with" in result.stderr
+
+
+@pytest.mark.parametrize(
     ("output", "message"),
     [
         ("none", "there is no none whose errors could be retried"),

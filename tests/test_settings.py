@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import typing
+from enum import Enum
 from pathlib import Path
 
 import orjson
@@ -11,6 +13,7 @@ import typer
 
 from ouro_batch.cli import app
 
+from .test_cli import options
 from .test_cli_run import lines, run, write
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -111,6 +114,39 @@ def test_a_variable_that_the_command_does_not_know(folder):
     assert result.returncode == 2
     assert b"the variable OURO_BATCH_RUN_TEMPRATURE: run has no such option" in result.stderr
     assert b"did you mean 'OURO_BATCH_RUN_TEMPERATURE'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "kind"),
+    [pytest.param(*option, id=f"{option[0]} {option[1].name}") for option in options()],
+)
+def test_every_option_has_the_variable_of_its_name(monkeypatch, name, parameter, kind):
+    """OURO_BATCH_COMMAND_OPTION, whatever the option is called in the code."""
+    option = parameter.name
+    if parameter.param_type_name == "option":
+        option = next(name for name in parameter.opts if name.startswith("--"))[2:]
+    root = typer.main.get_command(app)
+    command = root.commands[name]
+    prefix = f"OURO_BATCH_{name.upper()}_"
+    for needed in command.params:
+        if needed.required:
+            monkeypatch.setenv(prefix + needed.name.upper(), "x")
+    (item,) = typing.get_args(kind)[:1] or [kind]
+    text, value = "x", "x"
+    if item is bool:
+        text, value = ("0", False) if parameter.default else ("1", True)
+    elif item in (int, float):
+        text, value = "7", 7
+    elif issubclass(item, Enum):
+        text, value = [(choice.value, choice) for choice in item][-1]
+    if kind == tuple[str, str]:
+        text, value = "x x", "x"
+    monkeypatch.setenv(prefix + option.replace("-", "_").upper(), text)
+    context = command.make_context(name, [], parent=root.make_context("ouro-batch", [name]))
+    found = context.params[parameter.name]
+    found = found[0] if isinstance(found, (list, tuple)) else found
+    assert getattr(found, "value", found) == getattr(value, "value", value)
+    assert found != parameter.default
 
 
 def test_the_reference_is_that_of_the_code(monkeypatch):

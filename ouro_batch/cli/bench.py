@@ -16,6 +16,7 @@ from ouro_batch.bench.workload import (
     parse_trace,
     parse_workloads,
 )
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import ENGINE, MEMORY, Attention, Config, Dtype, Schedule, option
 from ouro_batch.errors import EngineError, ModelError, RequestError
 
@@ -263,7 +264,7 @@ def bench(
     Exit status: 0 all measured, 1 some rows failed, 2 wrong use, 3 the model or engine could not
     run, 130 interrupted (the rows measured so far are in --output).
     """
-    console = Console(stderr=True, highlight=False)
+    console = Messages()
     settings = {
         "shape": shape if shape or model else "ouro-1.4b",
         "model": model,

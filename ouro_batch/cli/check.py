@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import (
     FILES,
     MEMORY,
@@ -36,6 +37,7 @@ from ouro_batch.cli.shared import (
     Revision,
     Samples,
     TooLong,
+    input_format,
     option,
 )
 from ouro_batch.errors import ModelError, RequestError
@@ -68,7 +70,7 @@ def check(
     limit: Annotated[
         int, option(FILES, "--limit", metavar="N", min=0, help="Problems to show.")
     ] = 20,
-    as_json: Annotated[
+    json: Annotated[
         bool, option(FILES, "--json", help="Print the findings as JSON instead of tables.")
     ] = False,
     max_tokens: MaxTokens = SamplingParams.max_tokens,
@@ -98,19 +100,22 @@ def check(
     Exit status: 0 every line can run, 1 some cannot, 2 wrong use, 3 a file or model could not be
     read.
     """
-    messages = Console(stderr=True, highlight=False)
+    messages = Messages()
     try:
         if not 0 < gpu_memory_utilization <= 1:
             raise UsageError(
                 "--gpu-memory-utilization must be above 0 and at most 1,"
                 f" got {gpu_memory_utilization}"
             )
+        form = input_format(format, prompt_field, id_field)
+        for note in form.without_effect:
+            messages.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
         inputs = expand_inputs(inputs)
         found, room = _check(
             inputs,
             model,
             revision,
-            InputFormat(format is Format.text, prompt_field, id_field),
+            form,
             gpu_memory=gpu_memory,
             utilization=gpu_memory_utilization,
             rows=max_rows or 256,
@@ -133,7 +138,7 @@ def check(
     except (FileError, ModelError) as error:
         messages.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
         raise typer.Exit(ExitStatus.ENGINE) from None
-    if as_json:
+    if json:
         numbers = orjson.dumps(_as_json(found, room), option=orjson.OPT_INDENT_2)
         sys.stdout.write(numbers.decode() + "\n")
     else:

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import FILES, Config, Revision, option
+from ouro_batch.environment import as_text
 from ouro_batch.errors import ModelError
 from ouro_batch.jobs.batch import ExitStatus
 
@@ -26,7 +28,7 @@ def fetch(
         ),
     ],
     revision: Revision = None,
-    as_json: Annotated[bool, option(FILES, "--json", help="Print what was found as JSON.")] = False,
+    json: Annotated[bool, option(FILES, "--json", help="Print what was found as JSON.")] = False,
     config: Config = None,
 ) -> None:
     """Download a checkpoint and check its files: later runs need no network.
@@ -34,7 +36,7 @@ def fetch(
     Weights, configuration and tokenizer alone are downloaded, no code. Exit status: 0 it is there
     and whole, 3 it is not.
     """
-    messages = Console(stderr=True, highlight=False)
+    messages = Messages()
     from ouro_batch.model.hub import resolve
     from ouro_batch.model.verify import verify
 
@@ -47,7 +49,7 @@ def fetch(
     facts = {
         "model": checkpoint.name,
         "commit": checkpoint.revision,
-        "folder": str(checkpoint.folder),
+        "folder": as_text(checkpoint.folder),
         "weights": {
             "files": [path.name for path in found.weight_files],
             "bytes": found.weight_bytes,
@@ -59,7 +61,7 @@ def fetch(
         "tokenizer": found.tokenizer is None,
         "chat_template": found.chat_template is None,
     }
-    if as_json:
+    if json:
         sys.stdout.write(orjson.dumps(facts, option=orjson.OPT_INDENT_2).decode() + "\n")
         return
     table = Table.grid(padding=(0, 2))
@@ -67,7 +69,7 @@ def fetch(
     table.add_column(overflow="fold")
     table.add_row("model", checkpoint.name)
     table.add_row("commit", checkpoint.revision or "none: a local folder")
-    table.add_row("folder", str(checkpoint.folder))
+    table.add_row("folder", facts["folder"])
     files = len(found.weight_files)
     table.add_row(
         "weights",

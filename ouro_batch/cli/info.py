@@ -15,7 +15,7 @@ from ouro_batch.cli.shared import Config
 
 
 def info(
-    as_json: Annotated[
+    json: Annotated[
         bool, typer.Option("--json", help="Print it as JSON.", show_envvar=False)
     ] = False,
     config: Config = None,
@@ -24,7 +24,7 @@ def info(
     from ouro_batch.diagnosis import diagnose
 
     found = diagnose()
-    if as_json:
+    if json:
         sys.stdout.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
         return
     _print(Console(highlight=False), found)

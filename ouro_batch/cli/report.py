@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import Config
 from ouro_batch.errors import ModelError
 from ouro_batch.jobs.batch import ExitStatus
@@ -57,7 +58,7 @@ def report(
             show_default="each output's own, if it is on this machine",
         ),
     ] = None,
-    as_json: Annotated[
+    json: Annotated[
         bool, typer.Option("--json", help="Print the numbers as JSON instead of the report.")
     ] = False,
     config: Config = None,
@@ -70,14 +71,14 @@ def report(
     from ouro_batch.report.page import page
     from ouro_batch.report.terminal import print_report
 
-    messages = Console(stderr=True, highlight=False)
+    messages = Messages()
     try:
         if html is not None:
             _check_page(html)
         made = build_report(outputs, answers=limit if html is not None else 0, model=model)
         if html is not None:
             _write(Path(html).resolve(), (part.encode() for part in page(made)))
-        if as_json:
+        if json:
             numbers = orjson.dumps(made.to_json(), option=orjson.OPT_INDENT_2)
             sys.stdout.write(numbers.decode() + "\n")
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,12 +46,12 @@ from ouro_batch.cli.shared import (
     Samples,
     Schedule,
     TooLong,
+    input_format,
     option,
 )
 from ouro_batch.errors import RequestError
 from ouro_batch.jobs.batch import BatchOptions, ExitStatus, run_batch
 from ouro_batch.jobs.errors import UsageError
-from ouro_batch.jobs.records import InputFormat
 from ouro_batch.jobs.writer import STDOUT
 from ouro_batch.params import MAX_SEED, SamplingParams
 
@@ -300,30 +299,30 @@ def run(
         "batch_invariant": batch_invariant,
         "seed": seed,
     }
-    options = BatchOptions(
-        model=model,
-        inputs=inputs,
-        output=output,
-        sampling=sampling,
-        recorded={"model": model, **engine},
-        format=InputFormat(format is Format.text, prompt_field, id_field),
-        unique_ids=on_duplicate is OnDuplicate.error,
-        ordered=ordered,
-        too_long=on_too_long.value,
-        token_ids=token_ids,
-        overwrite=overwrite,
-        resume=resume.value,
-        retry_errors=retry_errors,
-        max_errors=1 if fail_fast else max_errors,
-        quiet=quiet,
-        statistics=stats,
-        preview=preview,
-    )
     if quiet:
         # A download would draw its own progress bars.
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
         _check_memory(kv_tokens, kv_memory, gpu_memory_utilization)
+        options = BatchOptions(
+            model=model,
+            inputs=inputs,
+            output=output,
+            sampling=sampling,
+            recorded={"model": model, **engine},
+            format=input_format(format, prompt_field, id_field),
+            unique_ids=on_duplicate is OnDuplicate.error,
+            ordered=ordered,
+            too_long=on_too_long.value,
+            token_ids=token_ids,
+            overwrite=overwrite,
+            resume=resume.value,
+            retry_errors=retry_errors,
+            max_errors=1 if fail_fast else max_errors,
+            quiet=quiet,
+            statistics=stats,
+            preview=preview,
+        )
         status = run_batch(options, lambda: _load(model, engine), console)
     except (UsageError, RequestError) as error:
         console.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
@@ -335,8 +334,8 @@ def _check_memory(kv_tokens: int | None, kv_memory: float | None, utilization: f
     """Refuse here what the engine would refuse only after the model was loaded."""
     if kv_tokens is not None and kv_memory is not None:
         raise UsageError("--kv-tokens and --kv-memory both size the cache: give one of them")
-    if kv_memory is not None and not 0 < kv_memory < math.inf:
-        raise UsageError(f"--kv-memory must be above 0 GiB and finite, got {kv_memory}")
+    if kv_memory is not None and not kv_memory > 0:
+        raise UsageError(f"--kv-memory must be above 0 GiB, got {kv_memory}")
     if not 0 < utilization <= 1:
         raise UsageError(
             f"--gpu-memory-utilization must be above 0 and at most 1, got {utilization}"

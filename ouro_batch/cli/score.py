@@ -33,6 +33,7 @@ from ouro_batch.cli.shared import (
     Resume,
     ResumeOption,
     Revision,
+    input_format,
     option,
 )
 from ouro_batch.errors import EngineError, ModelError, RequestError
@@ -42,7 +43,6 @@ from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.preview import counted
 from ouro_batch.jobs.reader import check_inputs, expand_inputs
-from ouro_batch.jobs.records import InputFormat
 from ouro_batch.jobs.score import ScoreCounts, ScoreJob
 from ouro_batch.jobs.writer import (
     STDOUT,
@@ -116,6 +116,7 @@ def score(
     }
     try:
         params = SamplingParams(**settings)
+        form = input_format(format, prompt_field, id_field)
         if format is Format.text and answers is None:
             raise UsageError("--format text has no completions: give --answers too")
         inputs = expand_inputs(inputs, output)
@@ -132,6 +133,8 @@ def score(
     except (UsageError, RequestError) as error:
         _say(console, f"error: {error}", "bold red")
         raise typer.Exit(ExitStatus.USAGE) from None
+    for note in () if quiet else form.without_effect:
+        _say(console, f"note: {note}", "yellow")
     progress = Progress(
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
@@ -187,7 +190,7 @@ def score(
                     writer,
                     answers=made,
                     params=params,
-                    format=InputFormat(format is Format.text, prompt_field, id_field),
+                    format=form,
                     use_depths=not ignore_depths,
                     interrupt=interrupt,
                     on_record=show,
@@ -216,7 +219,8 @@ def _stopped(console: Console, why: str, writer: Writer, status: int) -> int:
     place = writer.keep()
     if place is not None:
         why += f"; {counted(writer.written, 'finished record')} in {place}"
-        why += ", the same command goes on from there" if place.endswith(".part") else ""
+        goes_on = place.endswith(".part") and status != ExitStatus.USAGE  # which would fail again
+        why += ", the same command goes on from there" if goes_on else ""
     _say(console, why, "bold red" if status in (2, 3) else "bold")
     return status
 

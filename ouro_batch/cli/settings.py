@@ -34,23 +34,22 @@ def load(context: typer.Context, value: str | None) -> str | None:
     _check_variables(context)
     if value is not None:
         context.default_map = _from_file(context, value)
-    whole = {name: [text] for name, text in _whole_values(context).items()}
-    context.default_map = {**(context.default_map or {}), **whole}
+    context.default_map = {**(context.default_map or {}), **_whole_values(context)}
     return value
 
 
-def _whole_values(context: typer.Context) -> dict[str, str]:
-    """What variables say of options that take several values with spaces in them: it is one value.
+def _whole_values(context: typer.Context) -> dict[str, str | list[str]]:
+    """What variables say of ``WHOLE``, which click would cut at white space, and of arguments.
 
-    click would cut it at white space.
+    click asks no variables for these.
     """
-    found = {}
+    found: dict[str, str | list[str]] = {}
     for parameter in context.command.params:
-        if parameter.name in WHOLE:
+        if parameter.name in WHOLE or parameter.param_type_name == "argument":
             parameter.allow_from_autoenv = False
             text = os.environ.get(f"{context.auto_envvar_prefix}_{parameter.name.upper()}")
             if text:
-                found[parameter.name] = text
+                found[parameter.name] = [text] if parameter.name in WHOLE else text
     return found
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ouro_batch.cli.settings import load
+from ouro_batch.jobs.errors import UsageError
+from ouro_batch.jobs.records import InputFormat
 
 FILES = "Input and output"
 SAMPLING = "Sampling"
@@ -60,6 +62,20 @@ class Resume(str, Enum):
 def option(panel: str, *names: str, **settings: Any) -> Any:
     """An option in a panel of the command's help."""
     return typer.Option(*names, rich_help_panel=panel, show_envvar=False, **settings)
+
+
+def input_format(format: Format, prompt_field: str | None, id_field: str | None) -> InputFormat:
+    """How lines are read.
+
+    Raises:
+        UsageError: one column is to be both prompt and id.
+    """
+    if prompt_field is not None and prompt_field == id_field:
+        raise UsageError(
+            f"--prompt-field and --id-field both name {prompt_field!r}: a prompt is no id (leave"
+            " --id-field away, and a record has its index for one)"
+        )
+    return InputFormat(format is Format.text, prompt_field, id_field)
 
 
 Inputs = Annotated[

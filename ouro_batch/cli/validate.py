@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from ouro_batch.cli.messages import Messages
 from ouro_batch.cli.shared import ENGINE, FILES, Config, Device, Model, Overwrite, Revision, option
 from ouro_batch.errors import EngineError, ModelError, RequestError
 from ouro_batch.jobs.batch import ExitStatus
@@ -93,7 +94,7 @@ def validate(
     Exit status: 0 no check failed, 1 one did or none could run, 2 wrong use, 3 a file, the model
     or the device could not be used.
     """
-    messages = Console(stderr=True, highlight=False)
+    messages = Messages()
     try:
         markdown = _check_output(output, prompts, overwrite)
         if prompts is not None:

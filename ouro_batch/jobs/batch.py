@@ -15,6 +15,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
+from ouro_batch.environment import as_text
 from ouro_batch.errors import EngineError, ModelError, OuroBatchError
 from ouro_batch.jobs.errors import FileError, OutputClosed, TooManyErrors
 from ouro_batch.jobs.interrupt import Interrupt
@@ -23,7 +24,7 @@ from ouro_batch.jobs.preview import counted, print_answers, token_pieces
 from ouro_batch.jobs.progress import JobTitle, open_progress, print_summary
 from ouro_batch.jobs.reader import check_inputs, count_records, expand_inputs
 from ouro_batch.jobs.records import InputFormat
-from ouro_batch.jobs.statistics import JobCounts, job_statistics
+from ouro_batch.jobs.statistics import JobCounts, job_statistics, settings_of
 from ouro_batch.jobs.writer import (
     STDOUT,
     Writer,
@@ -95,13 +96,21 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
         check_writable(options.output)
     if statistics not in (None, STDOUT):
         check_writable(statistics)
+    made_with = None
+    if options.retry_errors and statistics is not None and os.path.isfile(statistics):
+        made_with = settings_of(statistics)
     writer = open_writer(
         options.output,
         overwrite=options.overwrite,
         resume=options.resume,
         retry_errors=options.retry_errors,
+        made_with=made_with,
         ordered=options.ordered,
     )
+    unknown = options.retry_errors and made_with is None and os.path.exists(options.output)
+    if unknown and not options.quiet:
+        note = f"note: {statistics} does not say which settings {options.output} was made with"
+        console.print(Text(f"{note}: they are taken to be these", "yellow"), soft_wrap=True)
     with Interrupt() as interrupt:
         try:
             return _Batch(options, statistics, writer, interrupt, console).run(load)
@@ -139,7 +148,10 @@ class _Batch:
 
     def run(self, load: Callable[[], LLM]) -> ExitStatus:
         options = self._options
-        total = None if options.quiet else count_records(options.inputs)
+        total = None
+        if not options.quiet:
+            n = options.sampling.get("n", 1)
+            total = count_records(options.inputs, n, text=options.format.text)
         if not options.quiet:
             self._console.print(Text(f"loading {options.model}"), soft_wrap=True)
         started = time.perf_counter()
@@ -148,14 +160,13 @@ class _Batch:
         try:
             about = llm.describe()
             loops = about["loops"]
-            self._writer.begin(self._settings(about))
+            settings = self._settings(about)
+            self._writer.begin(settings)
             if self._writer.written and not options.quiet:
                 self._console.print(
                     Text(f"resuming: {counted(self._writer.written, 'record')} done"),
                     soft_wrap=True,
                 )
-            if total is not None:
-                total *= options.sampling.get("n", 1)
             self._note_without_effect(loops)
             title = JobTitle(options.model, about["device"], about["schedule"], loops, total)
             job = self._run_job(llm, title)
@@ -164,7 +175,7 @@ class _Batch:
             try:
                 # First, so that wherever the job is cut off the same command still makes both.
                 if self._statistics is not None:
-                    self._write_statistics(llm, job.counts, load_s)
+                    self._write_statistics(llm, job.counts, settings, load_s)
                     places.append(("statistics", self._statistics))
             except FileError:
                 self._writer.finish()
@@ -182,7 +193,7 @@ class _Batch:
         model = about["model"]
         named = ("dtype", "loops", "max_model_len", "batch_invariant", "seed")
         return {
-            "model": os.path.realpath(model["name"])
+            "model": as_text(os.path.realpath(model["name"]))
             if os.path.isdir(model["name"])
             else model["name"],
             "revision": model.get("revision"),
@@ -197,7 +208,7 @@ class _Batch:
     def _note_without_effect(self, loops: int) -> None:
         """Say which settings of the command line change nothing."""
         sampling = SamplingParams(**self._options.sampling)
-        notes = [
+        notes = self._options.format.without_effect + [
             f"--{name}-loops {value} is above the model's {counted(loops, 'loop')}"
             for name, value in (("min", sampling.min_loops), ("max", sampling.max_loops))
             if value is not None and value > loops
@@ -257,7 +268,9 @@ class _Batch:
             print_answers(self._console, answers, pieces, loops)
             self._console.print()
 
-    def _write_statistics(self, llm: LLM, counts: JobCounts, load_s: float) -> None:
+    def _write_statistics(
+        self, llm: LLM, counts: JobCounts, settings: Mapping[str, Any], load_s: float
+    ) -> None:
         options = self._options
         asked = {
             "inputs": list(options.inputs),
@@ -265,7 +278,7 @@ class _Batch:
             "sampling": dict(options.sampling),
             **options.recorded,
         }
-        statistics = job_statistics(llm, counts, options=asked, load_s=load_s)
+        statistics = job_statistics(llm, counts, options=asked, settings=settings, load_s=load_s)
         text = orjson.dumps(
             statistics, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str
         )

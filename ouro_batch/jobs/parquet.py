@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -32,9 +32,11 @@ def parquet_lines(source: str) -> Iterator[bytes | str]:
                     yield f"the row has no place in JSON: {error.__cause__ or error}"
 
 
-def parquet_rows(source: str) -> int:
-    """How many rows a file has; reads no more than its end."""
+def parquet_rows(source: str, unless: Sequence[str] = ()) -> int | None:
+    """How many rows a file has, None where it has a column ``unless``; reads only its end."""
     with require_pyarrow().ParquetFile(source) as file:
+        if set(unless) & set(file.schema_arrow.names):
+            return None
         return file.metadata.num_rows
 
 

@@ -12,12 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import orjson
+
 from ouro_batch.jobs.errors import FileError, UsageError
 from ouro_batch.jobs.parquet import parquet_lines, parquet_rows, require_pyarrow
+from ouro_batch.params import MAX_SAMPLES
 
 STDIN = "-"
 BOM = b"\xef\xbb\xbf"
 JSON_SPACE = b" \t\r\n"
+TEMPORARY = ".ouro-tmp"  # a file's suffix until it is whole; nobody else's
 GZIP, ZSTANDARD, PARQUET = ".gz", ".zst", ".parquet"
 
 
@@ -47,7 +51,8 @@ def expand_inputs(patterns: Sequence[str], output: str = STDIN) -> list[str]:
             continue
         found = sorted(glob.glob(pattern, recursive=True))
         if output != STDIN:
-            own = {os.path.realpath(output + end) for end in ("", ".part", ".tmp", ".stats.json")}
+            ends = ("", ".part", TEMPORARY, ".stats.json", f".stats.json{TEMPORARY}")
+            own = {os.path.realpath(output + end) for end in ends}
             found = [name for name in found if os.path.realpath(name) not in own]
         if not found:
             raise UsageError(f"no file matches {pattern}")
@@ -98,20 +103,42 @@ def is_plain(source: str) -> bool:
     return source != STDIN and os.path.isfile(source) and not packed
 
 
-def count_records(inputs: Sequence[str]) -> int | None:
-    """Records in all inputs, None where one is no regular file and can be read only once."""
+def count_records(inputs: Sequence[str], samples: int = 1, *, text: bool = False) -> int | None:
+    """Records that all inputs ask for, None where one is no regular file and is read only once.
+
+    ``samples`` is the ``n`` of lines that name none. A line that turns out to be none that can be
+    run gives a single record, which is foreseen only of lines that
+    are not JSON.
+    """
     if not all(source != STDIN and os.path.isfile(source) for source in inputs):
         return None
-    return sum(_count(source) for source in inputs)
+    return sum(_count(source, samples, text) for source in inputs)
 
 
-def _count(source: str) -> int:
-    if not source.endswith(PARQUET):
-        return sum(1 for _ in read_lines([source]))
+def _count(source: str, samples: int, text: bool) -> int:
+    if source.endswith(PARQUET):
+        try:
+            rows = parquet_rows(source, unless=("n", "body"))
+        except Exception as error:  # of classes of the package's own
+            raise FileError(_failed(source, error)) from error
+        if rows is not None:
+            return rows * samples
+    return sum(samples if text else _samples(line.data, samples) for line in read_lines([source]))
+
+
+def _samples(data: bytes, samples: int) -> int:
+    """Records that a line asks for; most need not be read for that."""
+    if samples == 1 and b'"n"' not in data:
+        return 1
     try:
-        return parquet_rows(source)
-    except Exception as error:  # of classes of the package's own
-        raise FileError(_failed(source, error)) from error
+        fields = orjson.loads(data)
+        body = fields.get("body")  # of OpenAI
+        asked = (body if isinstance(body, dict) else fields).get("n")
+    except (ValueError, AttributeError):
+        return 1
+    if asked is None:
+        return samples
+    return asked if type(asked) is int and 1 <= asked <= MAX_SAMPLES else 1
 
 
 def read_lines(inputs: Sequence[str]) -> Iterator[Line]:

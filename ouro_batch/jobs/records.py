@@ -84,6 +84,20 @@ class InputFormat:
     id_field: str | None = None
     extra: tuple[str, ...] = ()
 
+    @property
+    def names_columns(self) -> bool:
+        return self.prompt_field is not None or self.id_field is not None
+
+    @property
+    def without_effect(self) -> list[str]:
+        """What is said to somebody who asked for columns where there are none."""
+        names = (("prompt", self.prompt_field), ("id", self.id_field)) if self.text else ()
+        return [
+            f"--{name}-field {column} changes nothing with --format text: a line is a prompt"
+            for name, column in names
+            if column is not None
+        ]
+
 
 def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | None = None) -> Record:
     """The record in a line; sampling fields that it does not name are those of ``defaults``.
@@ -105,8 +119,7 @@ def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | Non
     if _may_lose(line.data, fields):
         _check_lossless(line, fields, format)
     extra = {name: fields.pop(name) for name in format.extra if name in fields}
-    columns_named = format.prompt_field is not None or format.id_field is not None
-    if is_openai_line(fields) and not columns_named:
+    if is_openai_line(fields) and not format.names_columns:
         return replace(_openai_record(line, fields, defaults), extra=extra)
     fields = _rename_columns(fields, format)
     record_id = fields.get("id", line.index)
@@ -182,12 +195,13 @@ def _check_lossless(line: Line, fields: Mapping[str, Any], format: InputFormat) 
         number = where == "prompt" or where in SAMPLING_FIELDS
         way_out = "give a smaller one" if number else "write it in quotes"
         problem = f"{where}: {problem} ({way_out})"
-    if is_openai_line(fields):
+    if is_openai_line(fields) and not format.names_columns:
         raise _openai_error(problem, "invalid_request", fields)
-    own_ids = [value for name, value in pairs if name == (format.id_field or "id")]
+    name = format.id_field or "id"
+    own_ids = [value for own, value in pairs if own == name]
     record_id = line.index if not own_ids else None
-    if len(own_ids) == 1 and isinstance(own_ids[0], (str, int)):
-        record_id = None if _has_long_integer(own_ids[0]) else own_ids[0]
+    if len(own_ids) == 1 and _is_whole(own_ids[0]) and _can_be_written(fields[name]):
+        record_id = fields[name]
     raise RecordError(problem, id=record_id)
 
 
@@ -205,6 +219,16 @@ def _has_long_integer(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_has_long_integer, value))
     return isinstance(value, int) and not -(2**63) <= value < 2**64
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether reading cannot have changed a value."""
+    if isinstance(value, _Pairs):
+        names = {name for name, _ in value}
+        return len(names) == len(value) and all(_is_whole(item) for _, item in value)
+    if isinstance(value, list):
+        return all(map(_is_whole, value))
+    return not _has_long_integer(value)
 
 
 def input_hash(line: Line, record: Record | None) -> int:
@@ -291,7 +315,7 @@ def _rename_columns(fields: dict[str, Any], format: InputFormat) -> dict[str, An
     Raises:
         RecordError: a column that should be there is not.
     """
-    if format.prompt_field is None and format.id_field is None:
+    if not format.names_columns:
         return fields
     fields = dict(fields)
     renamed = {}

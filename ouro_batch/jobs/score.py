@@ -12,7 +12,7 @@ import orjson
 from ouro_batch.errors import RequestError
 from ouro_batch.jobs.ahead import ReadAhead
 from ouro_batch.jobs.answers import Answers
-from ouro_batch.jobs.errors import FileError
+from ouro_batch.jobs.errors import UsageError
 from ouro_batch.jobs.interrupt import Interrupt
 from ouro_batch.jobs.reader import Line
 from ouro_batch.jobs.records import InputFormat, Record, RecordError, error_record, parse_record
@@ -95,7 +95,7 @@ class ScoreJob:
         self._on_record = on_record
 
     def run(self) -> ScoreCounts:
-        """All lines. Raises KeyboardInterrupt, FileError, OutputClosed, EngineError."""
+        """All lines. Raises KeyboardInterrupt, UsageError, FileError, OutputClosed, EngineError."""
         reader = ReadAhead(self._inputs)
         try:
             while not reader.ended:
@@ -109,7 +109,7 @@ class ScoreJob:
             if self._answers is not None:
                 self._answers.close()
         if self._answers is not None and self._answers.last_index >= self.lines:
-            raise FileError(
+            raise UsageError(
                 f"the answers have index {self._answers.last_index}, but the input has"
                 f" {self.lines:,} lines: they must be the output of the same inputs"
             )
@@ -147,6 +147,7 @@ class ScoreJob:
             given = record.extra if answer is None else _of_answer(line, record, answer)
             completion = completion_of(given)
             depths = completion.exit_depths if self._use_depths else None
+            self._check_loops(line, depths, of_run=answer is not None)
             prompt = self._llm.encode(record.prompt, record.messages, record.chat_template_kwargs)
             (score,) = self._llm.score(
                 [prompt.tokens],
@@ -162,6 +163,23 @@ class ScoreJob:
             )
             return error_record(line, wrong, name_file=len(self._inputs) > 1) | sample
         return _score_record(record, score, len(prompt.tokens)) | sample
+
+    def _check_loops(self, line: Line, depths: list[Any] | None, *, of_run: bool) -> None:
+        """Refuse depths of a run with other loops, which all of its answers have.
+
+        Raises:
+            UsageError: an answer's. RequestError: a line's own.
+        """
+        loops = self._llm.config.loops
+        if not depths or depths[0] == loops:
+            return
+        why = f"exit_depths[0] is {depths[0]!r}; prefill runs all {loops} loops"
+        way_out = "give the --loops of the run that made them, or --ignore-depths"
+        if of_run:
+            raise UsageError(
+                f"the answer to line {line.number} of {line.source}: {why} ({way_out})"
+            )
+        raise RequestError(f"{why} ({way_out})")
 
 
 def _score_record(record: Record, score: Score, prompt_tokens: int) -> dict[str, Any]:
@@ -202,13 +220,13 @@ def _of_answer(line: Line, record: Record, answer: Mapping[str, Any]) -> dict[st
     """An output record's tokens and depths.
 
     Raises:
-        FileError: it is another line's.
+        UsageError: it is another line's.
         RequestError: it has none.
     """
     if not answer:
         raise RequestError("the answers have none to this line", "no_answer")
     if answer.get("id") != record.id:
-        raise FileError(
+        raise UsageError(
             f"line {line.number} of {line.source} has id {record.id!r}, its answer is that of id"
             f" {answer.get('id')!r}: they must be the output of the same inputs"
         )

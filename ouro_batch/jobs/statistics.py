@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from ouro_batch.params import RequestOutput
 
@@ -130,16 +133,23 @@ class JobCounts:
 
 
 def job_statistics(
-    llm: LLM, counts: JobCounts, *, options: Mapping[str, Any], load_s: float
+    llm: LLM,
+    counts: JobCounts,
+    *,
+    options: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    load_s: float,
 ) -> dict[str, Any]:
     """The statistics of a job that has ended, ready for JSON.
 
-    ``options`` is what the job was asked for, ``load_s`` the seconds until the model was ready.
+    ``options`` is what the job was asked for, ``settings`` what of it decided the results,
+    ``load_s`` the seconds until the model was ready.
     Rows in use, cache and memory are the engine's own numbers, under ``engine``.
     """
     return {
         **llm.describe(),
         "options": dict(options),
+        "settings": dict(settings),
         "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "requests": {
             "total": counts.done,
@@ -167,3 +177,12 @@ def job_statistics(
         "timeline": counts.timeline.to_list(),
         "engine": llm.statistics(),
     }
+
+
+def settings_of(path: str) -> dict[str, Any] | None:
+    """The settings that decided the results of a finished job; None where its file tells none."""
+    try:
+        settings = orjson.loads(Path(path).read_bytes())["settings"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return settings if isinstance(settings, dict) else None

@@ -20,11 +20,10 @@ import orjson
 from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
 from ouro_batch.jobs.openai import OutputForm, native_records
 from ouro_batch.jobs.part import ANY_INPUT, PartFile
-from ouro_batch.jobs.reader import STDIN, Line
+from ouro_batch.jobs.reader import STDIN, TEMPORARY, Line
 from ouro_batch.params import MAX_SAMPLES
 
 STDOUT = "-"
-TEMPORARY = ".tmp"  # a file's suffix until it is whole
 
 
 class Writer(Protocol):
@@ -62,7 +61,8 @@ class FileWriter:
 
     A part that an earlier run of the same job left is taken up: ``begin`` says how. With
     ``retry_errors`` the records without an error of ``OUT`` or its part are kept, and all other
-    lines are run. ``ordered`` False leaves the records in the order in which they finished.
+    lines are run; ``made_with`` are the settings that ``OUT`` was made with, where they are known.
+    ``ordered`` False leaves the records in the order in which they finished.
 
     Raises:
         UsageError: ``OUT`` exists and ``overwrite`` is False, another job writes it, it cannot be
@@ -76,9 +76,11 @@ class FileWriter:
         overwrite: bool = False,
         resume: str = "auto",
         retry_errors: bool = False,
+        made_with: Mapping[str, Any] | None = None,
         ordered: bool = True,
     ):
         self._ordered = ordered
+        self._made_with = made_with
         # A link stays a link: what it points to is replaced.
         self.path = Path(os.path.realpath(output))
         self.resumed = 0  # records that were there and whose lines have come by
@@ -119,7 +121,8 @@ class FileWriter:
         """Before the first record, once it is sure that the job can run.
 
         ``settings`` decide results. Where a part is there: with resume "auto" they must be those
-        it was begun with, with "force" they need not, with "never" the part goes.
+        it was begun with, with "force" they need not, with "never" the part goes. So it is with
+        those of an ``OUT`` whose errors are retried.
 
         Raises:
             UsageError: settings differ; names each. Nothing has changed then.
@@ -127,9 +130,11 @@ class FileWriter:
         header = self._part.header
         try:
             if header is None or self._resume == "never":
+                if self._retry_errors and self._resume != "force":
+                    self._compare_made(settings)
                 self._part.begin(settings, replaces=self._replaces, retries=self._retry_errors)
             elif self._resume != "force":
-                self._compare(header, settings)
+                self._compare_begun(header["settings"], settings)
         except OSError as error:
             raise FileError(f"writing {self.part} failed: {error.strerror}") from error
         # A retry that was cut off may have been so before it had all of OUT. The part of a job that
@@ -160,19 +165,21 @@ class FileWriter:
             pass
         raise UsageError(f"line {number} of {self.path} is no output record of ouro-batch run")
 
-    def _compare(self, header: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        settings = orjson.loads(orjson.dumps(settings, default=str))
-        old = header["settings"]
-        differences = [
-            f"{name} was {_shown(old.get(name))} and is {_shown(settings.get(name))}"
-            for name in [*old, *(name for name in settings if name not in old)]
-            if old.get(name) != settings.get(name)
-        ]
+    def _compare_begun(self, old: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        differences = _differences(old, settings)
         if differences:
             raise UsageError(
-                f"{self.part} was begun with other settings: {'; '.join(differences)} (run the"
+                f"{self.part} was begun with other settings: {differences} (run the"
                 " same command again, or give --resume force to go on all the same, --resume never"
                 " to start anew)"
+            )
+
+    def _compare_made(self, settings: Mapping[str, Any]) -> None:
+        differences = _differences(self._made_with or settings, settings)
+        if differences:
+            raise UsageError(
+                f"{self.path} was made with other settings: {differences} (give the settings of"
+                " that job, or --resume force to retry its errors with these all the same)"
             )
 
     def holds(self, index: int) -> bool:
@@ -317,6 +324,7 @@ def open_writer(
     overwrite: bool = False,
     resume: str = "auto",
     retry_errors: bool = False,
+    made_with: Mapping[str, Any] | None = None,
     ordered: bool = True,
 ) -> FileWriter | StreamWriter:
     """The writer for an output: a file, or ``-``, a device or a named pipe as a stream.
@@ -331,7 +339,12 @@ def open_writer(
             raise UsageError(f"the errors of {output} cannot be retried: it is no file")
         return StreamWriter(output)
     return FileWriter(
-        output, overwrite=overwrite, resume=resume, retry_errors=retry_errors, ordered=ordered
+        output,
+        overwrite=overwrite,
+        resume=resume,
+        retry_errors=retry_errors,
+        made_with=made_with,
+        ordered=ordered,
     )
 
 
@@ -375,9 +388,11 @@ def check_writable(path: str, *, streams: bool = True) -> None:
     """
     if not path:
         raise UsageError("the name of a file to write is empty")
-    for name in (path, f"{path}{TEMPORARY}"):
+    target = os.path.realpath(path) if os.path.islink(path) else path
+    for name in (path, f"{target}{TEMPORARY}"):
         try:
-            os.stat(name)
+            if stat.S_ISDIR(os.stat(name).st_mode):
+                raise UsageError(f"cannot write {name}: it is a folder")
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue  # none is there yet, or the folder says what is wrong
         except OSError as error:  # a link to itself, a name that is too long
@@ -385,8 +400,6 @@ def check_writable(path: str, *, streams: bool = True) -> None:
     if not streams and is_stream(path):
         raise UsageError(f"cannot write {path}: it is no file")
     folder = os.path.dirname(os.path.realpath(path))
-    if os.path.isdir(path):
-        raise UsageError(f"cannot write {path}: it is a folder")
     if not os.path.isdir(folder):
         raise UsageError(f"cannot write {path}: there is no folder {folder}")
     if not os.access(folder, os.W_OK):
@@ -400,8 +413,10 @@ def write_atomically(path: Path, chunks: Iterable[bytes]) -> None:
         OSError: it cannot be written; nothing has changed then.
     """
     temporary = path.with_name(path.name + TEMPORARY)
+    with suppress(FileNotFoundError):
+        os.unlink(temporary)  # of a run that was cut off; were it a link, its target is not ours
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
@@ -441,6 +456,17 @@ def _as_asked(lines: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
 
 def _open_stream(output: str) -> BinaryIO:
     return open(output, "wb")
+
+
+def _differences(old: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Which settings are others now, and what they were; empty where none is."""
+    new = orjson.loads(orjson.dumps(settings, default=str))
+    old = orjson.loads(orjson.dumps(old, default=str))
+    return "; ".join(
+        f"{name} was {_shown(old.get(name))} and is {_shown(new.get(name))}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    )
 
 
 def _shown(value: Any) -> str:
