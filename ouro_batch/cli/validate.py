@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -180,17 +181,25 @@ def _run(
     context = Context(
         str(source.folder), source.folder, source.config, where, full, tokens, questions
     )
-    display = _Display(names)
-    with Live(display, console=console, refresh_per_second=8, transient=not console.is_terminal):
-        done = run_checks(context, names, display.change)
-    if not console.is_terminal:
-        console.print(display)
+    if console.is_terminal:
+        display = _Display(names)
+        with Live(display, console=console, refresh_per_second=8):
+            done = run_checks(context, names, display.change)
+    else:
+        done = run_checks(context, names, partial(_print_verdict, console))
     about = {
         "name": source.name,
         "revision": source.revision,
         "fingerprint": fingerprint(source.folder),
     }
     return make_record(context, about, shlex.join(["ouro-batch", *sys.argv[1:]]), done)
+
+
+def _print_verdict(console: Console, name: str, result: Result | None) -> None:
+    """A line for a log as soon as a check is done."""
+    if result is not None:
+        verdict = Text(*STYLES[result.passed])
+        console.print(Text.assemble(f"{name}  ", verdict, f"  {_about(result)}"), soft_wrap=True)
 
 
 class _Display:

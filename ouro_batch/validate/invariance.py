@@ -23,6 +23,8 @@ FULL_CPU = (48, 5, 12)
 FULL_GPU = (10_000, 20, 50)
 FULL_GPU_LARGE = (500, 10, 16)
 LARGE_WIDTH = 1024
+WIDTHS = (2, 3, 7, 24, 64, 100, 129, 200, 256)  # rows of a batching
+MOST_ROUNDS = 420  # requests that follow each other in a row
 CACHE_BYTES = 12 * 2**30  # at most: a small GPU has a share in its memory for that
 
 
@@ -39,15 +41,15 @@ def check(context: Context) -> Result:
         "invariance",
         "Batch invariance: the same bits alone, in any batch, order, schedule and chunks (BF16)",
         True,
-        {"requests": count, "batchings": batchings + 1},
+        {"requests": count},
         {"requests with other bits": 0},
     )
     # The eager runner on a GPU is for checks alone; the one that users run is judged here.
     attention = context.attentions[0]
     expected: dict[int, Any] | None = None
     rows = []
-    for number, options in enumerate(_batchings(batchings, count)):
-        chosen = list(range(alone if options["schedule"] == "serial" else count))
+    for number, (options, some) in enumerate(_batchings(batchings, count, alone)):
+        chosen = list(range(some))
         draw = random.Random(number)
         draw.shuffle(chosen)
         with _engine(context, attention, options) as llm:
@@ -59,6 +61,7 @@ def check(context: Context) -> Result:
         result.passed &= not differ
         if differ and "first" not in result.numbers:
             result.numbers["first"] = {"batching": number, "request": differ[0]}
+    result.numbers["batchings"] = len(rows)
     result.numbers["attention"] = attention
     result.numbers["by_batching"] = rows
     return result
@@ -90,21 +93,30 @@ def _requests(context: Context, count: int) -> list[Asked]:
     return mixed(prompts, context.config.loops, logprobs=2, tokens=OUTPUT_TOKENS)
 
 
-def _batchings(count: int, requests: int) -> list[dict[str, Any]]:
-    """Options of each; the first is the reference, the last runs requests one by one."""
+def _batchings(count: int, requests: int, alone: int) -> list[tuple[dict[str, Any], int]]:
+    """Options of each, and how many requests it runs.
+
+    The first is the reference, ``count`` run all requests, few rows in which they would wait long
+    some of them, and the last one ``alone`` requests one by one.
+    """
     draw = random.Random(1)
     widest = min(256, requests)
-    found = [{"schedule": "refill", "max_rows": widest, "max_batched_tokens": widest + 512}]
+    widths = [rows for rows in WIDTHS if rows <= widest]
+    narrow = [rows for rows in widths if rows * MOST_ROUNDS < requests]
+
+    def batching(rows: int, schedule: str) -> dict[str, Any]:
+        tokens = rows + draw.choice([1, 5, 17, 64, 300, 2000, 5000])
+        return {"schedule": schedule, "max_rows": rows, "max_batched_tokens": tokens}
+
+    found = [
+        ({"schedule": "refill", "max_rows": widest, "max_batched_tokens": widest + 512}, requests)
+    ]
     while len(found) < count:
-        rows = draw.choice([n for n in (2, 3, 7, 24, 64, 100, 129, 200, 256) if n <= widest])
-        found.append(
-            {
-                "schedule": draw.choice(["refill", "refill", "no-refill"]),
-                "max_rows": rows,
-                "max_batched_tokens": rows + draw.choice([1, 5, 17, 64, 300, 2000, 5000]),
-            }
-        )
-    return [*found, {"schedule": "serial", "max_rows": 1, "max_batched_tokens": 1 + 16}]
+        rows = draw.choice([rows for rows in widths if rows not in narrow])
+        schedule = draw.choice(["refill", "refill", "no-refill"])
+        found.append((batching(rows, schedule), requests))
+    found += [(batching(rows, "refill"), rows * MOST_ROUNDS) for rows in narrow]
+    return [*found, ({"schedule": "serial", "max_rows": 1, "max_batched_tokens": 1 + 16}, alone)]
 
 
 def _run(llm: LLM, asked: list[Asked], chosen: list[int], draw: random.Random) -> dict[int, Any]:

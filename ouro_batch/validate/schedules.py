@@ -47,7 +47,7 @@ def _tokens(run: _Run) -> int:
 
 def _differences(context: Context, asked: list[Asked], first: _Run, run: _Run) -> tuple[int, int]:
     """Requests that differ, and of greedy ones those that a rounding may have decided."""
-    differ = rounding = 0
+    differ, doubtful = 0, []
     for (prompt, params), mine, theirs in zip(asked, run.outputs, first.outputs, strict=True):
         ours = list(zip(mine.token_ids, mine.exit_depths, strict=True))
         wanted = list(zip(theirs.token_ids, theirs.exit_depths, strict=True))
@@ -56,11 +56,14 @@ def _differences(context: Context, asked: list[Asked], first: _Run, run: _Run) -
         place = next(
             (i for i, (a, b) in enumerate(zip(ours, wanted, strict=False)) if a != b), None
         )
-        close = False
-        if place is not None and params.temperature == 0:
-            with context.engine(attention="torch") as llm:
-                (score,) = llm.score([prompt], [theirs.token_ids], params=params)
-            close = min(score.margins[place], score.exit_margins[place]) < MARGIN
-        rounding += close
-        differ += not close
-    return differ, rounding
+        if place is None or params.temperature > 0:
+            differ += 1
+        else:
+            doubtful.append((prompt, theirs.token_ids, params, place))
+    rounding = 0
+    if doubtful:
+        with context.engine(attention="torch") as llm:
+            for prompt, tokens, params, place in doubtful:
+                (score,) = llm.score([prompt], [tokens], params=params)
+                rounding += min(score.margins[place], score.exit_margins[place]) < MARGIN
+    return differ + len(doubtful) - rounding, rounding
