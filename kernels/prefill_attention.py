@@ -10,8 +10,8 @@ A chunk is cut into tiles of consecutive queries by ``prefill_tiles`` on the hos
 one tile of one head. Key tiles start at position 0 and have a fixed size. Those that every query
 of the tile sees come first and need no mask, those on the diagonal follow. Which tile a query
 falls into changes where its masked part begins, not what is added in which order; on an H200 its
-last bits still differ, as the compiler contracts the two parts' products and sums differently,
-which masking all tiles is to prevent (``PrefillConfig.masks_all``; not measured yet).
+last bits still differ, as the compiler contracts the two parts' products and sums differently.
+With ``PrefillConfig.masks_all`` they do not (tests/gpu/test_validate_gpu.py).
 FP32 is exact (no TF32); FP16 and BF16 multiply on tensor cores and accumulate in FP32, the weights
 rounded to the cache's dtype.
 
@@ -21,22 +21,19 @@ current one is computed.
 
 Choices of the launch, ``prefill_config(dtype, head_dim)``.
 
-Measured on one H200 (2026-12-01, docs/performance/tune.json, before the scale moved into the
-exponent and the strides became constants, which took a fifth of the instructions out of the loop
-and changed no time): 4,096 tokens of four prompts in 75 us a layer (228 TFLOP/s), 4,096 at position
-12,288 in 1,272 us (378 TFLOP/s); the best of 18 choices were 74 us (64, 64, 4, 2) and 1,221 us
-(128, 128, 8, 3).
+Measured on one H200 (2026-12-02, docs/performance/engine-experiments-3.txt): 4,096 tokens of four
+prompts in 63 us a layer (271 TFLOP/s), 4,096 at position 12,288 in 1,007 us (478 TFLOP/s), both the
+best of the 19 choices that fit. With at most 128 registers a thread two programs fit a
+multiprocessor, and one multiplies while the other exponentiates; without the limit the same tiles
+take 84 and 1,557 us.
 
-| dtype | D padded | block_m | block_n | num_warps | num_stages | measured |
-|---|---|---|---|---|---|---|
-| BF16, FP16 | up to 128 | 128 | 64 | 8 | 3 | above |
-| BF16, FP16 | 256 | 128 | 32 | 8 | 3 | not measured |
-| FP32 | up to 64 | 64 | 32 | 8 | 1 | not measured |
-| FP32 | 128 | 32 | 32 | 8 | 1 | not measured |
-| FP32 | 256 | 32 | 16 | 8 | 1 | not measured |
-
-Each keeps its accumulators in registers when compiled for sm_90 with Triton 3.6.0; 128 queries by
-128 keys in BF16 at D = 128 do too with 8 warps and 2 or 3 stages, with 4 warps they spill.
+| dtype | D padded | block_m | block_n | num_warps | num_stages | registers | measured |
+|---|---|---|---|---|---|---|---|
+| BF16, FP16 | up to 128 | 128 | 64 | 8 | 2 | 128 | above |
+| BF16, FP16 | 256 | 128 | 32 | 8 | 3 | | not measured |
+| FP32 | up to 64 | 64 | 32 | 8 | 1 | | not measured |
+| FP32 | 128 | 32 | 32 | 8 | 1 | | not measured |
+| FP32 | 256 | 32 | 16 | 8 | 1 | | not measured |
 """
 
 from __future__ import annotations

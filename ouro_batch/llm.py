@@ -72,8 +72,7 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory that weights and cache may take.
         max_model_len: tokens of prompt and output together; None: the model's positions.
         batch_invariant: a request's tokens, depths and log-probabilities are the same, bit for
-            bit, alone and in any batch, whatever the schedule, the chunks and the rows. Not run
-            on a GPU yet.
+            bit, alone and in any batch, whatever the schedule, the chunks and the rows.
         seed: requests without a seed derive theirs from it.
 
     Raises:
