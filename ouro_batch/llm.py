@@ -24,11 +24,12 @@ from ouro_batch.options import (
     check_choice,
     check_finite,
     check_positive,
+    check_rows,
     resolve_attention,
     resolve_device,
     resolve_dtype,
 )
-from ouro_batch.params import MAX_SEED, RequestOutput, SamplingParams, Score
+from ouro_batch.params import MAX_GIB, MAX_SEED, RequestOutput, SamplingParams, Score
 from ouro_batch.scoring import score
 
 __all__ = ["LLM", "EncodedPrompt", "EngineSnapshot", "RequestOutput", "SamplingParams"]
@@ -105,14 +106,14 @@ class LLM:
         check_choice("schedule", schedule, SCHEDULES)
         for name, value in [
             ("loops", loops),
-            ("max_rows", max_rows),
             ("max_batched_tokens", max_batched_tokens),
             ("block_size", block_size),
             ("kv_tokens", kv_tokens),
             ("max_model_len", max_model_len),
         ]:
             check_positive(name, value)
-        check_finite("kv_memory", kv_memory)
+        check_rows(max_rows)
+        check_finite("kv_memory", kv_memory, MAX_GIB)
         check_finite("gpu_memory_utilization", gpu_memory_utilization)
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
             raise EngineError(f"seed must be an integer from 0 to {MAX_SEED}, got {seed!r}")

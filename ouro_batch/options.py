@@ -13,6 +13,7 @@ from ouro_batch.errors import EngineError
 
 SCHEDULES = ("refill", "no-refill", "serial")
 ATTENTIONS = ("auto", "torch", "triton")
+MAX_ROWS = 65_536
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -26,10 +27,19 @@ def check_positive(name: str, value: int | None) -> None:
         raise EngineError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-def check_finite(name: str, value: float | None) -> None:
+def check_rows(value: int | None) -> None:
+    """Rows of the decode state, which is made for all of them at once."""
+    check_positive("max_rows", value)
+    if value is not None and value > MAX_ROWS:
+        raise EngineError(f"max_rows must be at most {MAX_ROWS:,}, got {value}")
+
+
+def check_finite(name: str, value: float | None, most: float = math.inf) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (number and abs(value) < math.inf):
         raise EngineError(f"{name} must be a finite number, got {value!r}")
+    if value is not None and value > most:
+        raise EngineError(f"{name} must be at most {most:,}, got {value!r}")
 
 
 def resolve_device(device: str) -> torch.device:

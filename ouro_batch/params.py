@@ -15,6 +15,7 @@ MAX_SAMPLES = 1024
 # What a device's row can hold: int32 and FP32.
 MAX_INT = 2**31 - 1
 MAX_FLOAT = 3.4e38
+MAX_GIB = 2**20  # of memory: beyond any machine, and in bytes still an integer of 64 bits
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -429,6 +429,8 @@ def test_generate_names_the_prompt_it_refuses_and_runs_none(folder):
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"device": "cuda"}, "no CUDA device"),
         ({"device": "quantum"}, "quantum"),
+        ({"max_rows": 70_000}, "max_rows must be at most 65,536, got 70000"),
+        ({"kv_memory": 1e300}, "kv_memory must be at most 1,048,576"),
         ({"max_rows": 0}, "max_rows must be an integer of at least 1"),
         ({"max_rows": 8, "max_batched_tokens": 8}, "max_batched_tokens 8 must be above max_rows 8"),
         ({"kv_tokens": 5, "kv_memory": 1.0}, "give one of them"),

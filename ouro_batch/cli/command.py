@@ -10,9 +10,7 @@ from typer.core import TyperCommand
 
 from ouro_batch.cli.messages import Messages
 from ouro_batch.jobs.batch import ExitStatus
-from ouro_batch.params import MAX_FLOAT, MAX_INT, MAX_SEED
-
-MAX_GIB = 2**20  # of memory: beyond any machine, and in bytes still an integer of 64 bits
+from ouro_batch.params import MAX_FLOAT, MAX_GIB, MAX_INT, MAX_SEED
 
 
 class Command(TyperCommand):
