@@ -140,7 +140,8 @@ class SamplingParams:
             if len(depths) < self.max_tokens:
                 raise RequestError(
                     f"exit_depths gives {len(depths)} depths but max_tokens is {self.max_tokens}:"
-                    " replay needs one depth for each output token (lower max_tokens)"
+                    " replay needs one depth for each output token (lower max_tokens to"
+                    f" {len(depths)})"
                 )
             for depth in depths:
                 _check_int("exit_depths", depth, 1)

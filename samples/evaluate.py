@@ -109,7 +109,7 @@ class Tables:
         rows = []
         for loops in range(1, self.loops):
             result = at_threshold(self.load(loops=loops), self.records, 1.0)
-            rows.append(self._row(f"`--loops {loops}`", result))
+            rows.append(self._row(f"`--loops {loops} --exit-threshold 1`", result))
         rows.append(self._row(f"full depth, {self.loops} loops", full))
         for loops in range(1, self.loops):
             capped = at_threshold(self.llm, self.records, 1.0, max_loops=loops)

@@ -180,6 +180,7 @@ def test_a_job_stops_at_as_many_errors_as_it_may_have(folder, option, stopped, k
     assert result.returncode == 1
     assert stopped in result.stderr
     if stopped:
+        assert b"and with --retry-errors runs what failed again" in result.stderr
         assert names(folder) == ["in.jsonl", "out.part"]
         assert sum("error" in entry["record"] for entry in part_entries(folder)) == kept
     else:

@@ -104,6 +104,9 @@ def test_some_failed_is_status_1(folder):
     assert records[6]["error"]["line"] == 8
     assert records[7]["id"] is None
     assert b"2 failed (1 invalid_request, 1 invalid_json)" in result.stderr
+    quiet = run(folder, "in.jsonl", "-o", "again.jsonl", "--quiet")
+    assert quiet.stderr.startswith(b"2 records failed, the first in line 8 of in.jsonl: ")
+    assert quiet.stderr.count(b"\n") == 1
 
 
 def test_settings_without_effect_are_said(folder):
@@ -184,8 +187,22 @@ def test_several_inputs_count_on_and_name_the_failing_file(folder):
 
 def test_empty_input_is_an_empty_output(folder):
     (folder / "in.jsonl").write_bytes(b"\n\n")
-    assert run(folder, "in.jsonl", "-o", "out").returncode == 0
+    result = run(folder, "in.jsonl", "-o", "out", "--quiet")
+    assert result.returncode == 0
     assert (folder / "out").read_bytes() == b""
+    assert result.stderr == b"no records: there are no lines in in.jsonl\n"
+
+
+@pytest.mark.parametrize("name", ["out.gz", "out.jsonl.zst", "out.parquet"])
+@pytest.mark.parametrize("command", ["run", "score"])
+def test_outputs_are_not_compressed(folder, command, name):
+    cli = [sys.executable, COMMAND[1], command]
+    result = subprocess.run(
+        [*cli, "in.jsonl", "-m", "x", "-o", name], cwd=folder, capture_output=True, timeout=30
+    )
+    assert result.returncode == 2
+    assert f"cannot write {name}: records are plain JSONL".encode() in result.stderr
+    assert not (folder / name).exists()
 
 
 def test_options_reach_sampling_and_engine(folder):

@@ -1,5 +1,6 @@
 """The timeline of a job and the report made of finished outputs."""
 
+import gzip
 import itertools
 import re
 import subprocess
@@ -148,6 +149,28 @@ def test_the_speed_of_a_resumed_job_is_that_of_its_last_run(tmp_path):
     assert numbers["tokens_per_second"] == 4
     assert numbers["tokens"]["completion"] == 90
     assert any("made 3 of 11 records" in note for note in numbers["notes"])
+    assert "made 3 of 11 records" in "".join(page(build_report([out])))
+    assert b"made 3 of 11 records" in b" ".join(run_report(out, cwd=tmp_path).stdout.split())
+
+
+def test_a_compressed_output_is_read(tmp_path):
+    out = make_output(tmp_path / "out")
+    plain = numbers_of(out)["runs"][0]
+    Path(f"{out}.gz").write_bytes(gzip.compress(Path(out).read_bytes()))
+    packed = numbers_of(f"{out}.gz")["runs"][0]
+    assert packed.pop("output") != plain.pop("output")
+    assert packed == plain
+
+
+def test_records_done_are_those_of_the_last_sample(tmp_path):
+    """Two samples may fall on one time."""
+    out = make_output(tmp_path / "out")
+    path = Path(f"{out}.stats.json")
+    statistics = orjson.loads(path.read_bytes())
+    last = statistics["timeline"][-1]
+    statistics["timeline"].append({**last, "requests_done": 12_345})
+    path.write_bytes(orjson.dumps(statistics))
+    assert "<b>Records done</b><span>12,345</span>" in "".join(page(build_report([out])))
 
 
 def test_the_second_token_is_called_token_2(tmp_path):

@@ -121,7 +121,8 @@ def run_batch(options: BatchOptions, load: Callable[[], LLM], console: Console) 
             _stopped(console, f"stopped: {error}", writer)
             return ExitStatus.INTERRUPTED
         except TooManyErrors as error:
-            _stopped(console, f"stopped: {error}", writer)
+            advice = "goes on after it, and with --retry-errors runs what failed again"
+            _stopped(console, f"stopped: {error}", writer, advice)
             return ExitStatus.SOME_FAILED
         except (ModelError, EngineError, FileError) as error:
             _stopped(console, f"error: {error}", writer)
@@ -184,9 +185,20 @@ class _Batch:
             if not options.quiet:
                 self._preview(llm, job, loops)
                 print_summary(self._console, job.counts, loops, places)
+            self._note_failures(job)
         finally:
             llm.close()
         return ExitStatus.SOME_FAILED if job.counts.failed else ExitStatus.DONE
+
+    def _note_failures(self, job: Job) -> None:
+        """What a status of 1, or an output without records, comes from; said with --quiet too."""
+        if job.first_failure is not None:
+            failed = counted(job.failed, "record")
+            why = f"{failed} failed, the first in {job.first_failure}"
+            self._console.print(Text(why, "bold red"), soft_wrap=True)
+        elif not job.counts.done:
+            why = f"no records: there are no lines in {', '.join(self._options.inputs)}"
+            self._console.print(Text(why, "bold yellow"), soft_wrap=True)
 
     def _settings(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """What decides results: a job that is resumed must have been begun with the same."""
@@ -311,12 +323,14 @@ class _Batch:
             return False
 
 
-def _stopped(console: Console, why: str, writer: Writer) -> None:
+def _stopped(
+    console: Console, why: str, writer: Writer, advice: str = "goes on from there"
+) -> None:
     """Say why a job ended early and where its finished records are."""
     console.print(Text(why, "bold red" if why.startswith("error") else "bold"), soft_wrap=True)
     place = writer.keep()
     if place is not None:
         records = f"{counted(writer.written, 'finished record')} in {place}"
         if place.endswith(".part"):
-            records += "; the same command goes on from there"
+            records += f"; the same command {advice}"
         console.print(Text(records), soft_wrap=True)

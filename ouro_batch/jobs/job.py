@@ -90,7 +90,8 @@ class Job:
         self._stopping = stopping
         self._winding_down = False
         self._max_errors = max_errors
-        self._failed = 0  # in this run
+        self.failed = 0  # in this run
+        self.first_failure: str | None = None  # of this run: where, and why
         self._keep_first = keep_first
         self.lines = 0  # of the input so far
         self._running: dict[int, tuple[Record, int]] = {}
@@ -214,10 +215,11 @@ class Job:
         record = error_record(line, error, name_file=self._name_files)
         self._writer.write(record, line_hash)
         self.counts.add_error(error.type)
-        self._failed += 1
-        if self._failed == self._max_errors:
-            where = f"line {line.number} of {line.source}: {error}"
-            failed = "a record" if self._failed == 1 else f"{self._failed:,} records"
+        self.failed += 1
+        where = f"line {line.number} of {line.source}: {error}"
+        self.first_failure = self.first_failure or where
+        if self.failed == self._max_errors:
+            failed = "a record" if self.failed == 1 else f"{self.failed:,} records"
             raise TooManyErrors(f"{failed} failed, the last in {where}")
 
     def _abort(self) -> None:

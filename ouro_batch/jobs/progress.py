@@ -222,6 +222,11 @@ def print_summary(
             f"  {counts.completion_tokens:,} tokens generated, {counts.prompt_tokens:,} in prompts",
             "not bold",
         )
+        if counts.resumed is not None:
+            made = counts.done - counts.resumed.done
+            rate.append(f" (the speed is that of the {made:,} records of this run)", "not bold")
+            if not made:
+                rate = Text("nothing had to run")
         lines.append(("speed", rate))
     if counts.mean_exit_depth is not None:
         depth = Text(f"mean {counts.mean_exit_depth:.2f} of {loops}  ")

@@ -23,6 +23,7 @@ BOM = b"\xef\xbb\xbf"
 JSON_SPACE = b" \t\r\n"
 TEMPORARY = ".ouro-tmp"  # a file's suffix until it is whole; nobody else's
 GZIP, ZSTANDARD, PARQUET = ".gz", ".zst", ".parquet"
+PACKED = (GZIP, ZSTANDARD)
 
 
 @dataclass(frozen=True)

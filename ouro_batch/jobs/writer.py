@@ -20,7 +20,7 @@ import orjson
 from ouro_batch.jobs.errors import FileError, OutputClosed, UsageError
 from ouro_batch.jobs.openai import OutputForm, native_records
 from ouro_batch.jobs.part import ANY_INPUT, PartFile
-from ouro_batch.jobs.reader import STDIN, TEMPORARY, Line
+from ouro_batch.jobs.reader import PACKED, PARQUET, STDIN, TEMPORARY, Line
 from ouro_batch.params import MAX_SAMPLES
 
 STDOUT = "-"
@@ -334,6 +334,11 @@ def open_writer(
     """
     if os.path.isdir(output):
         raise UsageError(f"cannot write {output}: it is a folder")
+    if output.endswith((*PACKED, PARQUET)):
+        raise UsageError(
+            f"cannot write {output}: records are plain JSONL (give another name, or --output - and"
+            " pipe it through a compressor)"
+        )
     if is_stream(output):
         if retry_errors:
             raise UsageError(f"the errors of {output} cannot be retried: it is no file")

@@ -100,20 +100,18 @@ def run_numbers(label: str, output: Output, tally: Tally) -> dict[str, Any]:
     completion = _total(tally.completion_lengths)
     seconds = facts.run_s or (facts.timeline[-1]["t_s"] if facts.timeline else None)
     speed = completion / seconds if seconds else None
-    notes = output.notes
     if facts.resumed:
         # Records of earlier runs took none of this one's time.
         speed = facts.tokens_per_second
         done = tally.ok + tally.failed
-        notes = [
-            *notes,
+        output.notes.append(
             f"resumed: speed and time are those of the last run, which made"
-            f" {max(done - facts.resumed, 0):,} of {done:,} records",
-        ]
+            f" {max(done - facts.resumed, 0):,} of {done:,} records"
+        )
     return {
         "label": label,
         "output": output.name,
-        "notes": notes,
+        "notes": output.notes,
         "model": facts.model,
         "revision": facts.revision,
         "device": facts.device,

@@ -92,7 +92,7 @@ def time_panel(run: RunReport) -> str:
             prompt,
             max(prompt),
         )
-        + plot(f"<b>Requests done</b> {max(done):,.0f}", "requests done", done, max(done)),
+        + plot(f"<b>Records done</b> {max(done):,.0f}", "records done", done, max(done)),
         "figures",
     )
 

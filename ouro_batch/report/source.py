@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
 from ouro_batch.jobs.errors import FileError, UsageError
 from ouro_batch.jobs.openai import native_records
+from ouro_batch.jobs.reader import PACKED, read_lines
 
 STDIN = "-"
 PART = ".part"
@@ -75,8 +76,8 @@ class Output:
     """An output to report on.
 
     Args:
-        name: OUT, OUT.part, or ``-`` for standard input. OUT stands for OUT.part where that is
-            all there is.
+        name: OUT, OUT compressed, OUT.part, or ``-`` for standard input. OUT stands for OUT.part
+            where that is all there is.
 
     Raises:
         UsageError: it cannot be read.
@@ -106,7 +107,8 @@ class Output:
         if path.name.endswith(PART):
             self.notes.append("the job has not finished: these are its records so far")
         else:
-            self.facts = self._statistics(Path(f"{path}.stats.json"))
+            unpacked = path.with_suffix("") if path.suffix in PACKED else path
+            self.facts = self._statistics(Path(f"{unpacked}.stats.json"))
 
     def rows(self) -> Iterator[Row]:
         """The records, one at a time; what is no record is left out and noted.
@@ -154,9 +156,11 @@ class Output:
                     continue  # which is noted where the records are read
         return lines
 
-    def _open(self, stack: ExitStack) -> BinaryIO:
+    def _open(self, stack: ExitStack) -> Iterable[bytes]:
         if self.path is None:
             return sys.stdin.buffer
+        if self.path.suffix in PACKED:
+            return (line.data + b"\n" for line in read_lines([str(self.path)]))
         return stack.enter_context(open(self.path, "rb"))
 
     def _rows(self, number: int, line: bytes) -> list[Row]:
@@ -284,14 +288,19 @@ def _facts(statistics: Any) -> Facts:
 
 
 def _timeline(samples: list[Any]) -> list[dict[str, float]]:
-    """Samples that hold every number, in order of time, from a start with none of anything."""
+    """Samples that hold every number, in order of time, from a start with none of anything.
+
+    Of samples at one time the last says where the job stood.
+    """
     found: list[dict[str, float]] = []
     for sample in samples:
         if not isinstance(sample, dict):
             continue
         numbers = {name: _number(sample, name) for name in ("t_s", *TIMELINE_FIELDS)}
-        if None in numbers.values() or (found and numbers["t_s"] <= found[-1]["t_s"]):
+        if None in numbers.values() or (found and numbers["t_s"] < found[-1]["t_s"]):
             continue
+        if found and numbers["t_s"] == found[-1]["t_s"]:
+            found.pop()
         found.append(numbers)  # type: ignore[arg-type]
     if found and found[0]["t_s"] > 0:
         found.insert(0, dict.fromkeys(found[0], 0.0))
