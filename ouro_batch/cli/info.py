@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ouro_batch.cli.shared import Config
+from ouro_batch.jobs.preview import counted
 
 
 def info(
@@ -39,7 +40,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     machine = found["machine"]
     table.add_row(
         "machine",
-        f"{machine['cpu']}, {machine['threads']} threads, {_gib(machine['free_bytes'])} of"
+        f"{machine['cpu']}, {counted(machine['threads'], 'thread')}, {_gib(machine['free_bytes'])} of"
         f" {_gib(machine['memory_bytes'])} free; {machine['system']}",
     )
     for device in found["devices"]:
