@@ -40,8 +40,9 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     machine = found["machine"]
     table.add_row(
         "machine",
-        f"{machine['cpu']}, {counted(machine['threads'], 'thread')}, {_gib(machine['free_bytes'])} of"
-        f" {_gib(machine['memory_bytes'])} free; {machine['system']}",
+        f"{machine['cpu']}, {counted(machine['threads'], 'thread')},"
+        f" {_gib(machine['free_bytes'])} of {_gib(machine['memory_bytes'])} free;"
+        f" {machine['system']}",
     )
     for device in found["devices"]:
         table.add_row(
