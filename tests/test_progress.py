@@ -173,6 +173,13 @@ def test_summary():
     assert "long/out.jsonl\n" in text
 
 
+def test_summary_of_a_resumed_job_says_whose_speed_it_is():
+    screen, resumed = console(terminal=False), counts()
+    resumed.resumed = JobCounts(ok=2)
+    print_summary(screen, resumed, LOOPS, [])
+    assert "in prompts; the speed is that of 1 record of this run" in shown(screen)
+
+
 def test_summary_of_nothing():
     screen = console(terminal=False)
     print_summary(screen, JobCounts(), LOOPS, [])

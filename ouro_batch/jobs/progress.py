@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ouro_batch.jobs.preview import depth_bar, depth_shares, duration, has_colour
+from ouro_batch.jobs.preview import counted, depth_bar, depth_shares, duration, has_colour
 from ouro_batch.jobs.statistics import JobCounts
 
 if TYPE_CHECKING:
@@ -224,9 +224,7 @@ def print_summary(
         )
         if counts.resumed is not None:
             made = counts.done - counts.resumed.done
-            rate.append(f" (the speed is that of the {made:,} records of this run)", "not bold")
-            if not made:
-                rate = Text("nothing had to run")
+            rate.append(f"; the speed is that of {counted(made, 'record')} of this run", "not bold")
         lines.append(("speed", rate))
     if counts.mean_exit_depth is not None:
         depth = Text(f"mean {counts.mean_exit_depth:.2f} of {loops}  ")

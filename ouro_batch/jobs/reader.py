@@ -107,9 +107,8 @@ def is_plain(source: str) -> bool:
 def count_records(inputs: Sequence[str], samples: int = 1, *, text: bool = False) -> int | None:
     """Records that all inputs ask for, None where one is no regular file and is read only once.
 
-    ``samples`` is the ``n`` of lines that name none. A line that turns out to be none that can be
-    run gives a single record, which is foreseen only of lines that
-    are not JSON.
+    ``samples`` is the ``n`` of lines that name none. A line that cannot be run gives a single
+    record, which is foreseen only of those that are not JSON.
     """
     if not all(source != STDIN and os.path.isfile(source) for source in inputs):
         return None

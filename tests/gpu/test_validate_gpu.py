@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from ouro_batch.kernels.prefill_attention import PrefillConfig, prefill_attention, prefill_tiles
+from ouro_batch.kernels.prefill_attention import prefill_attention, prefill_config, prefill_tiles
 
 from ouro_batch import LLM, SamplingParams
 from ouro_batch.model.config import ModelConfig
@@ -65,7 +66,7 @@ def test_unmasked_tiles_are_not_used_where_bits_must_agree():
     torch.manual_seed(0)
     heads, dim, block_size, length = 4, 128, 16, 700
     blocks = -(-length // block_size)
-    config = PrefillConfig(128, 64, 8, 3, masks_all=True)
+    config = replace(prefill_config(torch.bfloat16, dim), masks_all=True)
     make = {"device": "cuda", "dtype": torch.bfloat16}
     keys = torch.randn(blocks, block_size, heads, dim, **make)
     values = torch.randn(blocks, block_size, heads, dim, **make)
@@ -74,7 +75,7 @@ def test_unmasked_tiles_are_not_used_where_bits_must_agree():
 
     def attend(start: int, end: int) -> torch.Tensor:
         out = torch.empty_like(queries[start:end])
-        tiles = torch.tensor(prefill_tiles([(0, start, end - start)], 128)).int().cuda()
+        tiles = torch.tensor(prefill_tiles([(0, start, end - start)], config.block_m)).int().cuda()
         prefill_attention(out, queries[start:end], keys, values, tiles, 0, table, config=config)
         return out
 
