@@ -27,7 +27,7 @@ Prompts with `metadata.answer` are asked at full depth and over a sweep of thres
 | equations | every loop's hidden states, gate logits and logits, in prefill and decode, are within 1e-4 of the largest value of a dense reference (FP64 where it fits) that shares no code with the engine; the likeliest token is the same |
 | history | tokens, depths and every plane of keys and values are those of a serial oracle in FP64 that copies them, with neighbours of other depths, exits on block and chunk borders, an aborted neighbour and blocks that change hands |
 | schedules | serial, refill and no-refill with every attention give the same tokens and depths in FP32 |
-| replay | one depth-masked pass over each finished generation gives its log-probabilities (to 1e-3), tokens and depths again |
+| replay | one depth-masked pass over each finished generation gives its log-probabilities (to 1e-4 of the largest logit), tokens and depths again |
 | resources | all blocks are free after success, abort and a failing device, and the device's memory is back |
 | precision | loop by loop, the engine's BF16 is at most 1.1 times as far from FP32 as the released code's own BF16: RMS of hidden states, gate and logits, and the share of exit decisions that differ over 19 thresholds |
 | quality | the checkpoint's own threshold loses no answers beyond chance (95%, paired), and lower thresholds lower the depth |
@@ -117,7 +117,8 @@ def _replay(numbers: dict[str, Any]) -> str:
         numbers,
         lambda n: (
             f"{n['tokens_compared']:,} tokens: log-probabilities off by at most"
-            f" {n['logprob_error']:.1e}, {n['tokens']} tokens and {n['depths']} depths differ"
+            f" {n['logprob_error'] / n['largest_logit']:.1e} of the largest logit"
+            f" ({n['logprob_error']:.1e} absolute), {n['tokens']} tokens and {n['depths']} depths differ"
         ),
     )
 

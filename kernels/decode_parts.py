@@ -44,7 +44,8 @@ def attend_one(
     """One query head over positions ``first`` to ``end``.
 
     ``keys`` and ``values`` are words of two elements. With ``cos_sin``, the ``last`` part stores
-    and sees the newest position, context-1, without reading it from the cache.
+    and sees the newest position, context-1, without reading it from the cache. Without, the kernel
+    before may be what writes it: the first tile is loaded ahead only where it lies behind.
     Returns the even and the odd elements of the result, FP32 [PAIRS_PADDED] each, and the base-2
     logarithm of the sum of exponentials.
     """
@@ -61,11 +62,18 @@ def attend_one(
     at = _look_up(blocks, slots, first + lanes, prompt_length, end, B)
     address = _offset(at, head_offset, stride_block, stride_slot, B, FLAT, ALIGNED)
     address = address[:, None] + pair[None, :]
-    mask = (first + lanes < end)[:, None] & (pair < PAIRS)[None, :]
+    written = end
+    if OVERLAP and cos_sin is None:
+        written = tl.where(first + TILE < context, end, first)
+    mask = (first + lanes < written)[:, None] & (pair < PAIRS)[None, :]
     next_k = tl.load(keys + address, mask=mask, other=0)
     next_v = tl.load(values + address, mask=mask, other=0)
     at = _look_up(blocks, slots, first + TILE + lanes, prompt_length, end, B)
     join(OVERLAP)
+    if OVERLAP and cos_sin is None and first + TILE >= context:
+        mask = (first + lanes < end)[:, None] & (pair < PAIRS)[None, :]
+        next_k = tl.load(keys + address, mask=mask, other=0)
+        next_v = tl.load(values + address, mask=mask, other=0)
     kind = query.dtype.element_ty
     if cos_sin is None:
         q_even = tl.load(query + 2 * pair, mask=pair < PAIRS, other=0.0).to(tl.float32)

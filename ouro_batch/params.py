@@ -225,6 +225,7 @@ class Score:
     the run that gives it (entry 0 is prefill's), ``best[i]`` the likeliest token there and
     ``margins[i]`` how far its logit is above the next one's. ``exit_margins[i]`` is how far the
     exit probability was from the threshold where it came nearest, infinite where no gate was asked.
+    ``logit_scales[i]`` is the largest absolute logit, in proportion to which arithmetic errs.
     """
 
     token_ids: list[int]
@@ -233,3 +234,4 @@ class Score:
     best: list[int]
     margins: list[float]
     exit_margins: list[float]
+    logit_scales: list[float]

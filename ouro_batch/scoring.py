@@ -44,6 +44,7 @@ def score(
         best.indices[:, 0].tolist(),
         (best.values[:, 0] - best.values[:, 1]).tolist(),
         states.margins[first:].tolist(),
+        logits.abs().amax(-1).tolist(),
     )
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ouro_batch.llm import LLM
 from ouro_batch.model.config import ModelConfig
-from ouro_batch.params import RequestOutput, SamplingParams
+from ouro_batch.params import RequestOutput, SamplingParams, Score
 
-MARGIN = 1e-3  # of a logit or an exit probability: what FP32 may decide otherwise
+TOLERANCE = 1e-4  # of the largest value: how far FP32 may be from the equations
+MARGIN = 1e-3  # of a logit or an exit probability: what FP32 may decide otherwise, at least
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,11 @@ def traced(
     finally:
         llm.engine.runner.trace = None
     return outputs, trace.states
+
+
+def token_margin(score: Score, place: int) -> float:
+    """How far above the next one's a logit must be for FP32 to decide nothing else there."""
+    return max(MARGIN, 2 * TOLERANCE * score.logit_scales[place])
 
 
 def distance(ours: Tensor, theirs: Tensor) -> dict[str, float]:

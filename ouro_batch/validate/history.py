@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ouro_batch.llm import LLM
 from ouro_batch.params import RequestOutput, SamplingParams
-from ouro_batch.validate.check import MARGIN, Context, Result
+from ouro_batch.validate.check import MARGIN, TOLERANCE, Context, Result
 from ouro_batch.validate.oracle import OracleOutput, SerialOracle
 from ouro_batch.validate.requests import Asked, bordering
 
-TOLERANCE = 1e-4  # of a plane's largest value
 MAX_PARAMETERS = 50_000_000  # the oracle runs in FP64, one token at a time, on the CPU
 
 

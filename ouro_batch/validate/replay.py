@@ -7,10 +7,8 @@ from typing import Any
 
 from ouro_batch.llm import LLM
 from ouro_batch.params import RequestOutput
-from ouro_batch.validate.check import MARGIN, Context, Result
+from ouro_batch.validate.check import MARGIN, TOLERANCE, Context, Result, token_margin
 from ouro_batch.validate.requests import Asked, mixed
-
-TOLERANCE = 1e-3  # of a log-probability; errors of logits, whose scale may be tens, add up in it
 
 
 def check(context: Context) -> Result:
@@ -21,7 +19,11 @@ def check(context: Context) -> Result:
         "Replay: generations recomputed in one depth-masked pass",
         True,
         {},
-        {"log-probability error": TOLERANCE, "tokens that differ": 0, "depths that differ": 0},
+        {
+            "log-probability error, of the largest logit": TOLERANCE,
+            "tokens that differ": 0,
+            "depths that differ": 0,
+        },
     )
     prompts, params = zip(*asked, strict=True)
     for attention in context.attentions:
@@ -29,13 +31,15 @@ def check(context: Context) -> Result:
             found = _compare(llm, asked, llm.generate(prompts, params))
         result.numbers[attention] = found
         result.passed &= (
-            found["logprob_error"] <= TOLERANCE and not found["tokens"] and not found["depths"]
+            found["logprob_error"] <= TOLERANCE * max(found["largest_logit"], 1.0)
+            and not found["tokens"]
+            and not found["depths"]
         )
     return result
 
 
 def _compare(llm: LLM, asked: list[Asked], outputs: list[RequestOutput]) -> dict[str, Any]:
-    error, tokens, depths, count = 0.0, 0, 0, 0
+    error, scale, tokens, depths, count = 0.0, 0.0, 0, 0, 0
     for (prompt, params), output in zip(asked, outputs, strict=True):
         completion = output.token_ids
         (given,) = llm.score([prompt], [completion], [output.exit_depths])
@@ -43,11 +47,12 @@ def _compare(llm: LLM, asked: list[Asked], outputs: list[RequestOutput]) -> dict
         for ours, entry in zip(given.logprobs, output.logprobs, strict=True):
             gap = abs(ours - entry.logprob)
             error = max(error, math.inf if math.isnan(gap) else gap)
+        scale = max(scale, *given.logit_scales)
         count += len(completion)
         if params.temperature == 0:
             tokens += sum(
-                best != token and margin > MARGIN
-                for best, token, margin in zip(given.best, completion, given.margins, strict=True)
+                best != token and given.margins[place] > token_margin(given, place)
+                for place, (best, token) in enumerate(zip(given.best, completion, strict=True))
             )
         for ours, theirs, margin in zip(
             decided.exit_depths, output.exit_depths, decided.exit_margins, strict=True
@@ -59,6 +64,7 @@ def _compare(llm: LLM, asked: list[Asked], outputs: list[RequestOutput]) -> dict
         "requests": len(asked),
         "tokens_compared": count,
         "logprob_error": error,
+        "largest_logit": scale,
         "tokens": tokens,
         "depths": depths,
     }

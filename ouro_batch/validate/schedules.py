@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ouro_batch.options import SCHEDULES
 from ouro_batch.params import RequestOutput
-from ouro_batch.validate.check import MARGIN, Context, Result
+from ouro_batch.validate.check import MARGIN, Context, Result, token_margin
 from ouro_batch.validate.requests import Asked, mixed
 
 
@@ -65,5 +65,6 @@ def _differences(context: Context, asked: list[Asked], first: _Run, run: _Run) -
         with context.engine(attention="torch") as llm:
             for prompt, tokens, params, place in doubtful:
                 (score,) = llm.score([prompt], [tokens], params=params)
-                rounding += min(score.margins[place], score.exit_margins[place]) < MARGIN
+                token = score.margins[place] < token_margin(score, place)
+                rounding += token or score.exit_margins[place] < MARGIN
     return differ + len(doubtful) - rounding, rounding

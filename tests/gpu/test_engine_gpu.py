@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,3 +128,18 @@ def test_nothing_is_left_on_the_device_after_close(attention):
     llm.close()
     gc.collect()
     assert torch.cuda.memory_allocated() - before <= 2**20 * 34  # cuBLAS keeps its work space
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="needs a Hopper GPU or a later one",
+)
+def test_no_kernel_reads_what_the_one_before_has_yet_to_write():
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.late_join"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
