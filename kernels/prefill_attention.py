@@ -11,8 +11,8 @@ one tile of one head. Key tiles start at position 0 and have a fixed size. Those
 of the tile sees come first and need no mask, those on the diagonal follow. Which tile a query
 falls into changes where its masked part begins, not what is added in which order; on an H200 its
 last bits still differ, as the compiler contracts the two parts' products and sums differently.
-With ``PrefillConfig.masks_all`` they do not (tests/gpu/test_validate_gpu.py; measured with 3 stages
-and no limit on registers at D = 128, and with the choice below through the engine at D = 64).
+With ``PrefillConfig.masks_all`` they do not (tests/gpu/test_validate_gpu.py: BF16 with the choice
+below at D = 128, and through the engine at D = 64).
 FP32 is exact (no TF32); FP16 and BF16 multiply on tensor cores and accumulate in FP32, the weights
 rounded to the cache's dtype.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -44,7 +46,22 @@ class StepGraphs:
     def _capture(self, bucket: tuple[Hashable, ...]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
             self._step(*bucket)
         self._pool = self._pool or graph.pool()
         return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The garbage collector waits: what it finds may be another engine's graph.
+
+    To destroy one while another is captured makes the capture fail.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
