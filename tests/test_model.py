@@ -34,7 +34,9 @@ def test_variants_generate_what_the_oracle_does(tmp_path, variant):
     oracle = SerialOracle.from_folder(folder)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = oracle.generate(prompt, PARAMS)
-        assert min(expected.margins) > 1e-4, "the seed makes a decision too close to call"
+        assert min(expected.margins + expected.exit_margins) > 1e-4, (
+            "the seed makes a decision too close to call"
+        )
         assert output.token_ids == expected.tokens
         assert output.exit_depths == expected.depths
 

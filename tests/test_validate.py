@@ -19,7 +19,7 @@ from ouro_batch.model.config import ModelConfig
 from ouro_batch.runner import eager
 from ouro_batch.runner.row_blocks import RowBlocks
 from ouro_batch.runner.state import RowState
-from ouro_batch.validate import quality
+from ouro_batch.validate import history, quality
 from ouro_batch.validate.check import Context, Question
 from ouro_batch.validate.prompts import random_prompts
 from ouro_batch.validate.record import CHECKS, as_markdown, make_record, run_checks
@@ -231,6 +231,13 @@ def test_a_threshold_that_does_not_lower_depth_turns_quality_red(monkeypatch):
         lambda self, params: 1 - params.exit_threshold if params.exit_threshold < 1 else 0.0,
     )
     assert verdicts(context, "quality") == {"quality": False}
+
+
+def test_a_model_too_large_for_the_oracle_is_said_and_is_no_failure(context, monkeypatch):
+    monkeypatch.setattr(history, "CPU_PARAMETERS", 10_000)
+    ((result, _),) = run_checks(context, ["history"], lambda name, result: None)
+    assert result.passed is None
+    assert "10,000 parameters" in result.note
 
 
 def test_what_cannot_run_is_said_and_is_no_failure(context):

@@ -14,6 +14,7 @@ from torch import Tensor
 from ouro_batch.llm import LLM
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.params import RequestOutput, SamplingParams, Score
+from ouro_batch.validate.oracle import OracleOutput
 
 TOLERANCE = 1e-4  # of the largest value: how far FP32 may be from the equations
 MARGIN = 1e-3  # of a logit or an exit probability: what FP32 may decide otherwise, at least
@@ -123,7 +124,7 @@ def traced(
     return outputs, trace.states
 
 
-def token_margin(score: Score, place: int) -> float:
+def token_margin(score: Score | OracleOutput, place: int) -> float:
     """How far above the next one's a logit must be for FP32 to decide nothing else there."""
     return max(MARGIN, 2 * TOLERANCE * score.logit_scales[place])
 

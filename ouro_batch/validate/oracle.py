@@ -7,8 +7,10 @@ weights; a token that exits early has its keys and values copied into the planes
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,24 +18,47 @@ from ouro_batch.params import SamplingParams
 from ouro_batch.runner.sampling import gumbel_noise
 from ouro_batch.validate.dense import read_config, read_tensors
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class OracleOutput:
-    """A generation, and the whole cache after it; G key/value heads, N layers, L loops."""
+    """A generation, and the whole cache after it; G key/value heads, N layers, L loops.
+
+    Of each token: ``margins`` is how far its logit (with temperature and noise, where it is drawn)
+    is above the next one's, ``logit_scales`` the largest logit's magnitude (over the temperature),
+    ``exit_margins`` how far the nearest exit decision was from falling otherwise.
+    """
 
     tokens: list[int]
     depths: list[int]
-    margins: list[float]  # for each token: how close the nearest decision was to falling otherwise
-    keys: torch.Tensor  # [L, N, positions, G, D]
+    margins: list[float]
+    exit_margins: list[float]
+    logit_scales: list[float]
+    keys: torch.Tensor  # [L, N, positions, G, D], on the CPU
     values: torch.Tensor
 
 
-class SerialOracle:
-    """Random or loaded weights by checkpoint name; ``config`` is a config.json as a dict."""
+class Choice(NamedTuple):
+    """A token, and of the scores it was chosen by: see ``OracleOutput``."""
 
-    def __init__(self, config: dict, tensors: dict[str, torch.Tensor]):
+    token: int
+    margin: float
+    scale: float
+
+
+class SerialOracle:
+    """Random or loaded weights by checkpoint name; ``config`` is a config.json as a dict.
+
+    It takes 8 bytes a parameter on ``device``.
+    """
+
+    def __init__(
+        self, config: dict, tensors: Mapping[str, torch.Tensor], device: torch.device = CPU
+    ):
         self.config = config
-        self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
+        self.tensors = {name: t.to(device, torch.float64) for name, t in tensors.items()}
+        self.device = device
 
     @classmethod
     def from_folder(cls, folder: Path) -> SerialOracle:
@@ -45,7 +70,8 @@ class SerialOracle:
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
-        frequency = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
+        exponents = torch.arange(half, dtype=torch.float64, device=self.device) / half
+        frequency = self.config["rope_theta"] ** -exponents
         scaling = self.config.get("rope_scaling") or {}
         places = positions.double() / scaling.get("factor", 1.0)
         angle = (places[:, None] * frequency)[:, None, :]
@@ -70,7 +96,8 @@ class SerialOracle:
             all_k = keys[i].repeat_interleave(heads // groups, 1)
             all_v = values[i].repeat_interleave(heads // groups, 1)
             scores = torch.einsum("thd,khd->htk", q, all_k) / math.sqrt(dim)
-            later = torch.arange(len(all_k))[None, :] > positions[:, None]
+            places = torch.arange(len(all_k), device=self.device)
+            later = places[None, :] > positions[:, None]
             weights = scores.masked_fill(later, -math.inf).softmax(-1)
             out = torch.einsum("htk,khd->thd", weights, all_v).flatten(1)
             h = h + self.norm(linear(out, "self_attn.o_proj"), f"layers.{i}.input_layernorm_2")
@@ -86,22 +113,23 @@ class SerialOracle:
     ) -> OracleOutput:
         c, tensors = self.config, self.tensors
         loops, layers = c["total_ut_steps"], c["num_hidden_layers"]
-        empty = torch.zeros(0, c["num_key_value_heads"], c["head_dim"]).double()
+        shape = 0, c["num_key_value_heads"], c["head_dim"]
+        empty = torch.zeros(shape, dtype=torch.float64, device=self.device)
         keys = [[empty] * layers for _ in range(loops)]
         values = [[empty] * layers for _ in range(loops)]
-        positions = torch.arange(len(prompt))
-        h = tensors["model.embed_tokens.weight"][torch.tensor(prompt)]
+        positions = torch.arange(len(prompt), device=self.device)
+        h = tensors["model.embed_tokens.weight"][prompt]
         for d in range(loops):
             h = self.loop(h, positions, keys[d], values[d])
-        token, margin = self.choose(h[-1], params, 0)
-        tokens, depths, margins = [token], [loops], [margin]
+        chosen = [self.choose(h[-1], params, 0)]
+        depths, exit_margins = [loops], [math.inf]
         threshold = c["early_exit_threshold"]
         if params.exit_threshold is not None:
             threshold = params.exit_threshold
         deepest = min(loops, params.max_loops or loops)
-        while tokens[-1] not in stop_ids and len(tokens) < params.max_tokens:
-            h = tensors["model.embed_tokens.weight"][torch.tensor([tokens[-1]])]
-            position = torch.tensor([len(prompt) + len(tokens) - 1])
+        while chosen[-1].token not in stop_ids and len(chosen) < params.max_tokens:
+            h = tensors["model.embed_tokens.weight"][[chosen[-1].token]]
+            position = torch.tensor([len(prompt) + len(chosen) - 1], device=self.device)
             survival, nearest = 1.0, math.inf
             for d in range(1, deepest + 1):
                 h = self.loop(h, position, keys[d - 1], values[d - 1])
@@ -111,7 +139,7 @@ class SerialOracle:
                 if d == deepest:
                     break
                 if params.exit_depths is not None:
-                    if d >= params.exit_depths[len(tokens)]:
+                    if d >= params.exit_depths[len(chosen)]:
                         break
                 elif threshold < 1 and d >= params.min_loops:
                     nearest = min(nearest, abs(1 - survival - threshold))
@@ -121,19 +149,28 @@ class SerialOracle:
                 for i in range(layers):
                     keys[skipped][i] = torch.cat((keys[skipped][i], keys[d - 1][i][-1:]))
                     values[skipped][i] = torch.cat((values[skipped][i], values[d - 1][i][-1:]))
-            token, margin = self.choose(h[0], params, len(tokens))
-            tokens.append(token)
+            chosen.append(self.choose(h[0], params, len(chosen)))
             depths.append(d)
-            margins.append(min(margin, nearest))
-        stack = [torch.stack([torch.stack(plane) for plane in kv]) for kv in (keys, values)]
-        return OracleOutput(tokens, depths, margins, *stack)
+            exit_margins.append(nearest)
+        stack = [torch.stack([torch.stack(plane) for plane in kv]).cpu() for kv in (keys, values)]
+        return OracleOutput(
+            [choice.token for choice in chosen],
+            depths,
+            [choice.margin for choice in chosen],
+            exit_margins,
+            [choice.scale for choice in chosen],
+            *stack,
+        )
 
-    def choose(self, h, params, position) -> tuple[int, float]:
+    def choose(self, h: torch.Tensor, params: SamplingParams, position: int) -> Choice:
         tied = self.config["tie_word_embeddings"]
         head = self.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
-        scores = head @ h
+        scores = (head @ h).cpu()
+        if params.temperature > 0:
+            scores = scores / params.temperature
+        scale = float(scores.abs().max())
         if params.temperature > 0:
             noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([position]), len(scores))
-            scores = scores / params.temperature + noise[0].double()
+            scores = scores + noise[0].double()
         best = scores.topk(2)
-        return int(best.indices[0]), float(best.values[0] - best.values[1])
+        return Choice(int(best.indices[0]), float(best.values[0] - best.values[1]), scale)
