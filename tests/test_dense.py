@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from ouro_batch import LLM
+from ouro_batch import LLM, SamplingParams
 from ouro_batch.validate.check import traced
 from ouro_batch.validate.dense import DenseModel
 
@@ -62,7 +62,8 @@ def check_engine_errors(device: str, attention: str, batch_invariant: bool) -> N
     golden = json.loads((folder / "bf16_error.json").read_text())
     options = {"device": device, "attention": attention, "batch_invariant": batch_invariant}
     with LLM(folder, dtype="bfloat16", max_rows=2, max_model_len=256, **options) as llm:
-        _, (states,) = traced(llm, [tensors["dense_ids"].tolist()], 1)
+        params = SamplingParams(1, exit_threshold=1.0)
+        _, (states,) = traced(llm, [tensors["dense_ids"].tolist()], [params])
         model = llm.engine.runner.model
         for loop, expected in enumerate(golden):
             with torch.inference_mode():

@@ -21,6 +21,7 @@ from ouro_batch.runner.row_blocks import RowBlocks
 from ouro_batch.runner.state import RowState
 from ouro_batch.validate import history, quality
 from ouro_batch.validate.check import Context, Question
+from ouro_batch.validate.precision import within
 from ouro_batch.validate.prompts import random_prompts
 from ouro_batch.validate.record import CHECKS, as_markdown, make_record, run_checks
 
@@ -231,6 +232,24 @@ def test_a_threshold_that_does_not_lower_depth_turns_quality_red(monkeypatch):
         lambda self, params: 1 - params.exit_threshold if params.exit_threshold < 1 else 0.0,
     )
     assert verdicts(context, "quality") == {"quality": False}
+
+
+@pytest.mark.parametrize("dims", [1, 64])
+def test_few_tokens_may_be_above_the_limit_by_chance_only(dims):
+    """606 tokens of random errors: the same size passes and half more does not, whatever is drawn;
+    with 10,000 tokens the limit is exact."""
+    generator = torch.Generator().manual_seed(0)
+
+    def squares(tokens: int, size: float) -> Tensor:
+        errors = size * torch.randn(tokens, dims, generator=generator, dtype=torch.float64)
+        return errors.square().mean(1)
+
+    for _ in range(50):
+        assert within(squares(606, 1.0), squares(606, 1.0), enough=False)
+        assert not within(squares(606, 1.5), squares(606, 1.0), enough=False)
+    theirs = squares(10_000, 1.0)
+    assert within(1.2 * theirs, theirs, enough=True)  # 1.1 squared is 1.21
+    assert not within(1.22 * theirs, theirs, enough=True)
 
 
 def test_a_model_too_large_for_the_oracle_is_said_and_is_no_failure(context, monkeypatch):

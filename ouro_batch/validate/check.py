@@ -112,11 +112,11 @@ class LoopTrace:
 
 
 def traced(
-    llm: LLM, prompts: list[list[int]], tokens: int
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
 ) -> tuple[list[RequestOutput], list[Tensor]]:
-    """Greedy full-depth generations of ``tokens`` tokens, and every token's state in every loop."""
-    params = SamplingParams(max_tokens=tokens, exit_threshold=1.0, ignore_eos=True)
-    trace = LoopTrace(llm, [len(prompt) + tokens - 1 for prompt in prompts])
+    """Generations of ``max_tokens`` each, and every token's state in every loop that it ran."""
+    lengths = [len(p) + own.max_tokens - 1 for p, own in zip(prompts, params, strict=True)]
+    trace = LoopTrace(llm, lengths)
     try:
         outputs = llm.generate(prompts, params)
     finally:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ouro_batch.params import SamplingParams
 from ouro_batch.validate.check import TOLERANCE, Context, Result, distance, traced
 from ouro_batch.validate.dense import DenseModel, LoopStates
 
@@ -21,10 +22,11 @@ def check(context: Context) -> Result:
     reference = DenseModel.from_folder(context.folder, exact, context.device)
     prompts = context.prompts
     numbers: dict[str, Any] = {"reference": str(exact).removeprefix("torch."), "loops": {}}
+    params = SamplingParams(TOKENS, exit_threshold=1.0, ignore_eos=True)
     passed = True
     for attention in context.attentions:
         with context.engine(attention=attention, max_rows=len(prompts)) as llm:
-            outputs, states = traced(llm, prompts, TOKENS)
+            outputs, states = traced(llm, prompts, [params] * len(prompts))
             model = llm.engine.runner.model
             texts = [
                 [*prompt, *output.token_ids[:-1]]
