@@ -29,7 +29,7 @@ Prompts with `metadata.answer` are asked at full depth and over a sweep of thres
 | schedules | serial, refill and no-refill with every attention give the same tokens and depths in FP32 |
 | replay | one depth-masked pass over each finished generation gives its log-probabilities (to 1e-4 of the largest logit), tokens and depths again |
 | resources | all blocks are free after success, abort and a failing device, and the device's memory is back |
-| precision | loop by loop, the engine's BF16 is at most 1.1 times as far from FP32 as the released code's own BF16: RMS of hidden states, gate and logits, and the share of exit decisions that differ over 19 thresholds |
+| precision | loop by loop, the engine's BF16 is at most 1.1 times as far from FP32 as the released code's own BF16: RMS of hidden states, gate and logits, and the share of exit decisions that differ over 19 thresholds; with fewer than 10,000 tokens it may be above by three standard errors |
 | quality | the checkpoint's own threshold loses no answers beyond chance (95%, paired), and lower thresholds lower the depth |
 | invariance | with batch invariance, in BF16, tokens, depths and log-probabilities have the same bits alone and in every batch, order, schedule and chunking |
 
@@ -37,7 +37,9 @@ Each check is broken on purpose in `tests/test_validate.py` on a CPU: a skipped 
 
 The first run at level full on a GPU, at 6b6e288, turned red in equations: one token of 917 was off by 2e-4 of the largest logit. It did not come again, but the decode attention was found to read its newest keys and values, at times, before they were stored ([performance.md](performance.md#what-each-step-brought)). The records below are of the kernels without that race.
 
-`random-1.4b` has Ouro-1.4B's shape with random weights, made and checked by `tests/gpu/run.sh large`: what is qualified there is the arithmetic of the true shapes, not the weights. The history check did not run on it: its serial oracle was on the CPU only. Since 316799f it runs on the GPU, where it passed on these weights at level quick; level full has not been recorded again since. There are no questions to answer. In the same run at level quick, precision was red on the gate: text made with random weights repeats itself, so that 606 tokens are few independent errors. Since 19d1acf the check, where tokens are few, takes the standard error of the texts; that has not run on a GPU yet. Its commit was set by hand with a slip in the last five digits and put right afterwards.
+`ouro-1.4b-random` has Ouro-1.4B's shape with random weights, made and checked by `tests/gpu/run.sh large`: what is qualified there is the arithmetic of the true shapes, not the weights. It has no questions to answer. The commit of its record at level full was set by hand with a slip in the last five digits and put right afterwards; the serial oracle of the history check ran on the CPU only then, and does not run there on a model of this size. Since 316799f it runs on the GPU: the record at level quick.
+
+**Not settled yet:** in that record precision is red on the gate. Text made with these weights repeats itself, so that 606 tokens may be few independent errors; that this is the cause is inferred. Level full, with 10,005 tokens, passed. Since 19d1acf the check, where tokens are few, takes the standard error of the texts where that is larger. On a CPU, in a run that is not kept, seven small random models drew 3 to 21 different tokens in 70, and one of them was red by the old rule and none by the new one; on a GPU it has not run, and level full has not been recorded again since.
 
 `.ci/run` builds the wheel, installs it in a new environment away from the checkout and runs three requests with it, after every change.
 """  # noqa: E501

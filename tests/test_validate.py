@@ -236,8 +236,8 @@ def test_a_threshold_that_does_not_lower_depth_turns_quality_red(monkeypatch):
 
 @pytest.mark.parametrize("dims", [1, 64])
 def test_few_tokens_may_be_above_the_limit_by_chance_only(dims):
-    """606 tokens of random errors: the same size passes and half more does not, whatever is drawn;
-    with 10,000 tokens the limit is exact."""
+    """606 tokens of random errors: the same size passes, 1.6 times it does not, whatever is
+    drawn; with 10,000 tokens the limit is exact."""
     generator = torch.Generator().manual_seed(0)
 
     def squares(tokens: int, size: float) -> list[Tensor]:

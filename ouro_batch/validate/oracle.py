@@ -165,9 +165,7 @@ class SerialOracle:
     def choose(self, h: torch.Tensor, params: SamplingParams, position: int) -> Choice:
         tied = self.config["tie_word_embeddings"]
         head = self.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
-        scores = (head @ h).cpu()
-        if params.temperature > 0:
-            scores = scores / params.temperature
+        scores = (head @ h).cpu() / (params.temperature or 1.0)
         scale = float(scores.abs().max())
         if params.temperature > 0:
             noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([position]), len(scores))
