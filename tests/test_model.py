@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from ouro_batch import LLM, SamplingParams
-from ouro_batch.model.ouro import Ouro, rms_norm
+from ouro_batch.model.ouro import Ouro
 from ouro_batch.model.source import CheckpointSource
 from ouro_batch.validate.oracle import SerialOracle
 
-from .tiny import write_checkpoint
+from .tiny import CONFIG, random_tensors, write_checkpoint
 
 PARAMS = SamplingParams(12, exit_threshold=0.6, ignore_eos=True)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 7, 7]]
@@ -41,15 +45,40 @@ def test_variants_generate_what_the_oracle_does(tmp_path, variant):
         assert output.exit_depths == expected.depths
 
 
-def test_rms_norm_rounds_before_the_weight():
-    """As the released code does: the norm to the model's dtype first, then times the weight."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(64, 32, generator=generator).bfloat16() for _ in range(2))
-    wide = x.double()
-    expected = weight * (wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
-    # The variance's last bit may move a value over a rounding border; the other order changes
-    # a quarter of the values.
-    assert (rms_norm(x, weight, 1e-6) == expected).float().mean() > 0.99
+def test_arithmetic_between_products_rounds_once(tmp_path):
+    """A layer in BF16 whose products are exact is the FP64 layer, rounded at each store.
+
+    Its projections are the identity, which leaves norms, the residual and SiLU.
+    """
+    config = CONFIG | {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config |= {"head_dim": 64, "hidden_size": 64, "intermediate_size": 64}
+    tensors = {
+        name: (torch.eye(64) if "_proj" in name else tensor).bfloat16()
+        for name, tensor in random_tensors(config).items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = CheckpointSource(str(tmp_path))
+    model = Ouro(source.config, source.load(torch.device("cpu"), torch.bfloat16))
+    h = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight = tensors[f"model.{name}.weight"].double()
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    def stored(x: Tensor) -> Tensor:
+        return x.bfloat16().double()
+
+    x, layer = h.double(), "layers.0."
+    attended = stored(norm(x, layer + "input_layernorm"))
+    x = stored(x + norm(attended, layer + "input_layernorm_2"))
+    up = stored(norm(x, layer + "post_attention_layernorm"))
+    update = stored(torch.nn.functional.silu(up) * up)
+    x = stored(x + norm(update, layer + "post_attention_layernorm_2"))
+    expected = stored(norm(x, "norm"))
+    ours = model.loop(h, model.rope(torch.arange(200)), lambda index, q, k, v: v)
+    # FP32 may decide a tie in rounding otherwise; a second rounding changes more.
+    assert (ours.double() == expected).double().mean() > 0.99
 
 
 def test_linear_rope_scaling_divides_positions(tmp_path):

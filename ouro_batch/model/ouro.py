@@ -20,10 +20,9 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * x / rms(x)`` over the last dimension, the variance in FP32."""
+    """``weight * x / rms(x)`` over the last dimension, in FP32 and not yet rounded."""
     y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
+    return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps))
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -34,7 +33,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Ouro:
-    """A looped transformer's arithmetic in plain torch, on any device."""
+    """A looped transformer's arithmetic in plain torch, on any device.
+
+    Between two matrix products it is FP32 and rounds once, as the kernels do.
+    """
 
     def __init__(self, config: ModelConfig, weights: ModelWeights):
         self.config = config
@@ -64,11 +66,12 @@ class Ouro:
     def loop(self, h: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """One loop: hidden states [T, hidden] through all layers and the final norm."""
         for index, layer in enumerate(self.weights.layers):
-            x = self._norm(h, layer.input_norm)
-            h = h + self._norm(self._attention(index, layer, x, rope, attend), layer.input_norm_2)
-            x = self._norm(h, layer.post_norm)
-            h = h + self._norm(self._mlp(layer, x), layer.post_norm_2)
-        return self._norm(h, self.weights.norm)
+            x = self._norm(h, layer.input_norm).to(h.dtype)
+            x = self._attention(index, layer, x, rope, attend)
+            h = (h + self._norm(x, layer.input_norm_2)).to(h.dtype)
+            x = self._norm(h, layer.post_norm).to(h.dtype)
+            h = (h + self._norm(self._mlp(layer, x), layer.post_norm_2)).to(h.dtype)
+        return self._norm(h, self.weights.norm).to(h.dtype)
 
     def gate(self, h: Tensor) -> Tensor:
         """Exit gate logits, FP32 [T], of a loop's output [T, hidden]; lambda = sigmoid(gate)."""
@@ -99,4 +102,4 @@ class Ouro:
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down)
+        return F.linear((F.silu(gate.float()) * up).to(x.dtype), layer.down)
