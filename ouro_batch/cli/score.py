@@ -233,7 +233,7 @@ def _summary(console: Console, counts: ScoreCounts, output: str) -> None:
     words = f"{counts.records - counts.failed:,} of {counted(counts.records, 'record')} scored"
     if counts.tokens:
         words += f", {counts.tokens:,} tokens, mean log-probability"
-        words += f" {counts.logprob / counts.tokens:.4f}"
+        words += f" {counts.logprob / counts.tokens:.4g}"
     if counts.decoded:
         words += f", mean depth {counts.loops / counts.decoded:.2f}"
     if not is_stream(output):
