@@ -27,7 +27,7 @@ stop = ["\\n\\n"]
 ordered = false
 ```
 
-The command line counts first, then the variable, then the file. An unknown name is refused, with the nearest known one. `ouro-batch --install-completion` installs completion for the shell in use (bash, zsh, fish), `--show-completion` prints it.
+Arguments have names too: `inputs` (a list) of run, score and check, `outputs` of report, `model` of fetch. The command line counts first, then the variable, then the file. An unknown name is refused, with the nearest known one. `ouro-batch --install-completion` installs completion for the shell in use (bash, zsh, fish), `--show-completion` prints it.
 """  # noqa: E501
 
 

@@ -52,7 +52,10 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type not in ("cpu", "cuda"):
         raise EngineError(f"device {device!r} is not supported: use auto, cpu or cuda")
     if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise EngineError(f"device {device!r} was asked for, but torch sees no CUDA device")
+        raise EngineError(
+            f"device {device!r} was asked for, but torch sees no CUDA device"
+            " (give cpu, or see why with ouro-batch info)"
+        )
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise EngineError(f"device {device!r} does not exist; {torch.cuda.device_count()} do")
     return resolved

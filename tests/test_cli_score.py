@@ -141,6 +141,13 @@ def test_a_score_that_was_interrupted_goes_on(folder, monkeypatch):
         (lambda lines: [*lines, lines[-1]], 2, "out has two records of index 5, sample 0"),
         (lambda lines: [lines[0].replace(b'"q0"', b'"q9"'), *lines[1:]], 2, "has id 'q0'"),
         (lambda lines: [*lines[:-1], lines[-1].replace(b'"q5"', b'"q9"')], 2, "has id 'q5'"),
+        (
+            lambda lines: [
+                line.replace(b'"prompt_tokens":3', b'"prompt_tokens":9') for line in lines
+            ],
+            2,
+            "line 1 of in.jsonl has a prompt of 3 tokens, its answer is to one of 9",
+        ),
         (lambda lines: [b"x", *lines[1:]], 2, "line 1 of out is no output record"),
         (lambda lines: [*lines[:2], b"[]", *lines[2:]], 2, "line 3 of out is no output record"),
         (lambda lines: [b'{"index":-1,"error":{}}'], 2, "line 1 of out is no output record"),
@@ -259,6 +266,24 @@ def test_an_openai_line_is_no_line_to_score(folder):
     write(folder / "in.jsonl", [line | {"completion": [3]}])
     result = command("score", "in.jsonl", status=1)
     assert "OpenAI" in orjson.loads(result.stdout)["error"]["message"]
+
+
+def test_answers_of_another_input_are_found_and_those_of_the_right_one_go_on(folder):
+    """The first lines have the same ids and lengths."""
+    answers()
+    lines = Path("out").read_bytes().splitlines()
+    foreign = [line.replace(b'"id":"q4"', b'"id":"x"') for line in lines]
+    Path("foreign").write_bytes(b"\n".join(foreign) + b"\n")
+    result = command("score", "in.jsonl", "--answers", "foreign", "-o", "scores", status=2)
+    assert "4 finished records in" in result.stderr
+    assert "--resume never drops them" in result.stderr
+    other = [{**json.loads(line), "token_ids": [5] * 9} for line in lines]
+    write(folder / "other", other)
+    result = command("score", "in.jsonl", "--answers", "other", "-o", "scores", status=2)
+    assert "line 1 of in.jsonl" in result.stderr
+    assert "or its answer is another" in result.stderr
+    command("score", "in.jsonl", "--answers", "out", "-o", "scores")
+    assert len(read("scores")) == 6
 
 
 def test_another_field_is_noticed_when_a_score_goes_on(folder, monkeypatch):

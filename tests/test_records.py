@@ -110,6 +110,11 @@ def test_own_fields_win_over_defaults():
         ({"prompt": "a", "max_token": 5}, "did you mean 'max_tokens'?"),
         ({"promt": "a"}, "did you mean 'prompt'?"),
         ({"prompt": "a", "zzz": 5}, "unknown field 'zzz'; known are id, prompt"),
+        ({"text": "a"}, "(where it holds the prompt, give --prompt-field text)"),
+        (
+            {"index": 0, "text": "a", "exit_depths": [4], "usage": {}},
+            "unknown field 'index': this is an output record; give the input that it answers",
+        ),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be at least 1"),
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens must be an integer"),
         ({"prompt": "a", "temperature": -1}, "temperature must be at least 0"),
@@ -134,6 +139,7 @@ def test_not_json_has_no_id(data):
         parse(data)
     assert caught.value.type == "invalid_json"
     assert caught.value.id is None
+    assert ("--format text" in str(caught.value)) == (not data.startswith(b"{"))
 
 
 @pytest.mark.parametrize(("data", "kind"), [(b"[1]", "a list"), (b"5", "a number")])

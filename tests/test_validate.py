@@ -21,7 +21,7 @@ from ouro_batch.runner.row_blocks import RowBlocks
 from ouro_batch.runner.state import RowState
 from ouro_batch.validate import history, quality
 from ouro_batch.validate.check import Context, Question
-from ouro_batch.validate.precision import within
+from ouro_batch.validate.precision import allowed, within
 from ouro_batch.validate.prompts import random_prompts
 from ouro_batch.validate.record import CHECKS, as_markdown, make_record, run_checks
 
@@ -259,6 +259,21 @@ def test_texts_that_repeat_themselves_are_few_errors_counted_often():
         return list(errors.square().expand(8, 75))
 
     assert sum(within(squares(1.0), squares(1.0), 1.21) for _ in range(200)) >= 195
+
+
+@pytest.mark.parametrize("tokens", [606, 10_000])
+def test_the_ratio_that_the_record_calls_allowed_is_the_one_that_passes(tokens):
+    generator = torch.Generator().manual_seed(0)
+    verdicts = set()
+    for size in torch.linspace(0.9, 1.6, 50):
+        ours, theirs = (torch.randn(8, tokens // 8, generator=generator).square() for _ in range(2))
+        ours *= size
+        ratio = float(ours.mean() / theirs.mean())
+        passed = within(list(ours), list(theirs), 1.1)
+        assert passed == (ratio <= allowed(list(ours), list(theirs), 1.1))
+        verdicts.add(passed)
+    assert verdicts == {True, False}
+    assert allowed([torch.ones(3)], [torch.zeros(3)], 1.1) is None
 
 
 def test_a_model_too_large_for_the_oracle_is_said_and_is_no_failure(context, monkeypatch):

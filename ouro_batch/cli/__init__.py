@@ -45,10 +45,15 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    # Not OURO_BATCH_VERSION in the environment, which people name a pin of theirs.
     print_version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            allow_from_autoenv=False,
+            help="Print the version.",
+        ),
     ] = False,
 ) -> None:
     pass

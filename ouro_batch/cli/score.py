@@ -219,8 +219,9 @@ def _stopped(console: Console, why: str, writer: Writer, status: int) -> int:
     place = writer.keep()
     if place is not None:
         why += f"; {counted(writer.written, 'finished record')} in {place}"
-        goes_on = place.endswith(".part") and status != ExitStatus.USAGE  # which would fail again
-        why += ", the same command goes on from there" if goes_on else ""
+        if place.endswith(".part"):
+            again = "the same command goes on from there"
+            why += f", {'--resume never drops them' if status == ExitStatus.USAGE else again}"
     _say(console, why, "bold red" if status in (2, 3) else "bold")
     return status
 

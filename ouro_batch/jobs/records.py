@@ -113,7 +113,8 @@ def parse_record(line: Line, defaults: SamplingParams, format: InputFormat | Non
     try:
         fields = orjson.loads(line.data)
     except orjson.JSONDecodeError as error:
-        raise RecordError(f"the line is not valid JSON: {error}", "invalid_json") from None
+        hint = "" if line.data.lstrip()[:1] in b"{[" else " (--format text takes plain prompts)"
+        raise RecordError(f"the line is not valid JSON: {error}{hint}", "invalid_json") from None
     if not isinstance(fields, dict):
         raise RecordError(f"the line must be a JSON object, got {_kind(fields)}")
     if _may_lose(line.data, fields):
@@ -346,7 +347,7 @@ def _record(
 ) -> Record:
     for name in fields:
         if name not in FIELDS:
-            raise RequestError(_unknown_field(name, (*FIELDS, *extra)))
+            raise RequestError(_unknown_field(name, fields, extra))
     # Tables exported to JSON carry null where a column has no value.
     fields = {name: value for name, value in fields.items() if value is not None}
     if ("prompt" in fields) == ("messages" in fields):
@@ -413,9 +414,18 @@ def _check_messages(messages: Any) -> None:
                 raise RequestError(f"messages[{position}] needs {name} as text, got {got}")
 
 
-def _unknown_field(name: str, known: Sequence[str]) -> str:
+def _unknown_field(name: str, fields: Mapping[str, Any], extra: Sequence[str]) -> str:
+    known = tuple(dict.fromkeys((*FIELDS, *extra)))
     nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else f"; known are {', '.join(known)}"
+    if {"index", "exit_depths", "usage"} <= fields.keys():
+        hint = ": this is an output record; give the input that it answers"
+        hint += ", and this file as --answers" if extra else ""
+    elif nearest:
+        hint = f" (did you mean {nearest[0]!r}?)"
+    else:
+        hint = f"; known are {', '.join(known)}"
+        if not {"prompt", "messages"} & fields.keys() and isinstance(fields[name], str):
+            hint += f" (where it holds the prompt, give --prompt-field {name})"
     return f"unknown field {name!r}{hint}"
 
 

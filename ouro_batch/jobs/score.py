@@ -14,6 +14,7 @@ from ouro_batch.jobs.ahead import ReadAhead
 from ouro_batch.jobs.answers import Answers
 from ouro_batch.jobs.errors import UsageError
 from ouro_batch.jobs.interrupt import Interrupt
+from ouro_batch.jobs.preview import counted
 from ouro_batch.jobs.reader import Line
 from ouro_batch.jobs.records import InputFormat, Record, RecordError, error_record, parse_record
 from ouro_batch.jobs.writer import Writer
@@ -149,6 +150,8 @@ class ScoreJob:
             depths = completion.exit_depths if self._use_depths else None
             self._check_loops(line, depths, of_run=answer is not None)
             prompt = self._llm.encode(record.prompt, record.messages, record.chat_template_kwargs)
+            if answer is not None:
+                _check_prompt(line, answer, len(prompt.tokens))
             (score,) = self._llm.score(
                 [prompt.tokens],
                 [completion.tokens],
@@ -239,6 +242,17 @@ def _of_answer(line: Line, record: Record, answer: Mapping[str, Any]) -> dict[st
     if "error" in answer:
         raise RequestError("the answer is an error record: there is nothing to score", "no_answer")
     return {"completion": answer["token_ids"], "exit_depths": answer.get("exit_depths")}
+
+
+def _check_prompt(line: Line, answer: Mapping[str, Any], tokens: int) -> None:
+    """Refuse an answer to a prompt of another length. Raises UsageError."""
+    usage = answer.get("usage")
+    asked = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if asked is not None and asked != tokens:
+        raise UsageError(
+            f"line {line.number} of {line.source} has a prompt of {counted(tokens, 'token')}, its"
+            f" answer is to one of {asked}: they must be the output of the same inputs"
+        )
 
 
 def _hash(line: Line, answers: Sequence[Mapping[str, Any] | None]) -> int:

@@ -210,10 +210,12 @@ class FileWriter:
             if self._resume == "force":
                 self._drop(line.index)
                 return None
+            scored = self._part.header["settings"].get("command") == "score"
+            answer = ", or its answer is another" if scored else ""
             raise UsageError(
                 f"line {line.number} of {line.source} is not the line that {self.part} holds a"
-                " record of (give the input of that job, or --resume force to run changed lines"
-                " again, or --resume never to start anew)"
+                f" record of{answer} (give the input of that job, or --resume force to run changed"
+                " lines again, or --resume never to start anew)"
             )
         self.resumed += 1
         return record

@@ -32,7 +32,7 @@ def check(context: Context) -> Result:
     result = Result(
         "quality",
         "Adaptive quality: accuracy and depth over thresholds, paired with full depth",
-        limits={"upper end of the 95% interval, at the checkpoint's threshold": 0.0},
+        limits={"upper end of the 95% interval at the checkpoint's threshold, at least": 0.0},
     )
     questions = context.questions
     if not context.full:
