@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from ouro_batch.attention.reference import ReferenceAttention
 from ouro_batch.cli import app
 from ouro_batch.engine.kv import BlockManager
+from ouro_batch.intake import Intake
 from ouro_batch.model.config import ModelConfig
-from ouro_batch.runner import eager
+from ouro_batch.params import SamplingParams
+from ouro_batch.runner import eager, sampling
 from ouro_batch.runner.row_blocks import RowBlocks
 from ouro_batch.runner.state import RowState
 from ouro_batch.validate import history, quality
@@ -181,9 +184,119 @@ def break_split(patch):
     patch.setattr(RowBlocks, "_fill", lambda self, x: x)
 
 
+def break_history_of_many_rows(patch):
+    """Tokens of rows beyond the first few are not seen through their last plane."""
+    publish = RowState.publish_last_exited
+
+    def few(self, rows: Tensor, planes: Tensor) -> None:
+        publish(self, rows[rows < 8], planes[rows < 8])
+
+    patch.setattr(RowState, "publish_last_exited", few)
+
+
+def break_one_depth(patch):
+    """Tokens that leave before the last loop but one are right, those that leave after it not."""
+    publish = RowState.publish_last_exited
+
+    def wrong(self, rows: Tensor, planes: Tensor) -> None:
+        last = self.tables.decode_slots.shape[1] - 2
+        publish(self, rows, torch.where(planes == last, planes - 1, planes))
+
+    patch.setattr(RowState, "publish_last_exited", wrong)
+
+
+def break_own_threshold(patch):
+    """The checkpoint's own threshold counts for nothing."""
+    threshold = Intake.exit_threshold
+
+    def other(self, params: SamplingParams) -> float:
+        return 0.3 if params.exit_threshold is None else threshold(self, params)
+
+    patch.setattr(Intake, "exit_threshold", other)
+
+
+def break_end(patch):
+    """Stop tokens end nothing."""
+    patch.setattr(Intake, "_stop_ids", lambda self, params, chat: ())
+
+
+def break_window(patch):
+    """A token sees only the keys right before it."""
+    plan = ReferenceAttention.plan_decode
+
+    def near(self, tables, rows: Tensor, planes: Tensor, contexts: Tensor):
+        made = plan(self, tables, rows, planes, contexts)
+        places = torch.arange(made.slots.shape[1])
+        return replace(made, hidden=made.hidden | (places < contexts[:, None] - 129))
+
+    patch.setattr(ReferenceAttention, "plan_decode", near)
+
+
+def break_far_positions(patch):
+    """Positions far from the beginning are all one."""
+    rope = eager.Ouro.rope
+    patch.setattr(eager.Ouro, "rope", lambda self, positions: rope(self, positions.clamp(max=200)))
+
+
+def break_top_p(patch):
+    keep = sampling.keep_top
+    patch.setattr(sampling, "keep_top", lambda x, k, p: keep(x, k, torch.ones_like(p)))
+
+
+def break_top_k(patch):
+    """One token more than asked for."""
+    keep = sampling.keep_top
+    patch.setattr(sampling, "keep_top", lambda x, k, p: keep(x, k + (k > 0).to(k.dtype), p))
+
+
+def break_noise(patch):
+    """Too little of it: draws favour the likeliest."""
+    noise = sampling.gumbel_noise
+    patch.setattr(sampling, "gumbel_noise", lambda *given: noise(*given) / 2)
+
+
+def break_seeds(patch):
+    """All requests draw the same."""
+    noise = sampling.gumbel_noise
+    patch.setattr(
+        sampling, "gumbel_noise", lambda seeds, *given: noise(torch.zeros_like(seeds), *given)
+    )
+
+
+def break_places(patch):
+    """The second token is drawn with the first one's noise."""
+    noise = sampling.gumbel_noise
+    patch.setattr(
+        sampling, "gumbel_noise", lambda seeds, at, size: noise(seeds, torch.zeros_like(at), size)
+    )
+
+
+def break_likeliest(patch):
+    """The likeliest token is left out of those that are named."""
+    whole = eager.log_probabilities
+
+    def shifted(logits: Tensor, tokens: Tensor, k: int):
+        logprob, top, ids = whole(logits, tokens, k + 1)
+        return logprob, top[:, 1:], ids[:, 1:]
+
+    patch.setattr(eager, "log_probabilities", shifted)
+
+
 @pytest.mark.parametrize(
     ("broken", "red", "green"),
     [
+        (break_history_of_many_rows, "history", "schedules"),
+        (break_one_depth, "history", "schedules"),
+        (break_own_threshold, "history", "schedules"),
+        (break_end, "history", "equations"),
+        (break_window, "equations", "schedules"),
+        (break_far_positions, "equations", "schedules"),
+        (break_top_p, "sampling", "equations"),
+        (break_top_k, "sampling", "equations"),
+        (break_noise, "sampling", "equations"),
+        (break_seeds, "sampling", "equations"),
+        (break_places, "sampling", "equations"),
+        (break_likeliest, "sampling", "replay"),
         (break_norm, "equations", "schedules"),
         (break_precision_of_products, "equations", "schedules"),
         (break_plane, "history", "equations"),
@@ -206,7 +319,11 @@ def sample_questions(monkeypatch) -> Context:
     lines = (ROOT / "samples" / "prompts.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines[::2]]
     questions = [
-        Question(r.get("prompt") or r["messages"], r["metadata"]["answer"], r["max_tokens"])
+        Question(
+            {name: r[name] for name in ("prompt", "messages") if name in r},
+            r["metadata"]["answer"],
+            SamplingParams(r["max_tokens"]),
+        )
         for r in records
     ]
     config = ModelConfig.from_folder(TINY_OURO)

@@ -46,6 +46,7 @@ class Check(str, Enum):
     precision = "precision"
     quality = "quality"
     invariance = "invariance"
+    sampling = "sampling"
 
 
 def validate(

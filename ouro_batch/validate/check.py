@@ -17,16 +17,20 @@ from ouro_batch.params import RequestOutput, SamplingParams, Score
 from ouro_batch.validate.oracle import OracleOutput
 
 TOLERANCE = 1e-4  # of the largest value: how far FP32 may be from the equations
+FP64_BYTES = 4 * 2**30  # weights up to which a reference is FP64
 MARGIN = 1e-3  # of a logit or an exit probability: what FP32 may decide otherwise, at least
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt whose right answer is known."""
+    """A prompt whose right answer is known.
 
-    prompt: str | list[dict[str, Any]]  # text, or messages
+    ``given`` is what ``LLM.add_request`` takes for it, ``params`` the record's own.
+    """
+
+    given: dict[str, Any]
     answer: str
-    max_tokens: int
+    params: SamplingParams
 
 
 @dataclass
@@ -109,6 +113,12 @@ class LoopTrace:
             inside = positions[mine] < state.shape[1]
             where = planes[mine][inside].long(), positions[mine][inside].long()
             state[where] = hidden[mine][inside].float()
+
+
+def reference_dtype(folder: Path) -> torch.dtype:
+    """Of a dense reference: FP64 where the weights are few enough, else FP32."""
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return torch.float64 if weights <= FP64_BYTES else torch.float32
 
 
 def traced(

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ouro_batch.params import SamplingParams
-from ouro_batch.validate.check import TOLERANCE, Context, Result, distance, traced
+from ouro_batch.validate.check import TOLERANCE, Context, Result, distance, reference_dtype, traced
 from ouro_batch.validate.dense import DenseModel, LoopStates
 
-FP64_BYTES = 4 * 2**30  # weights up to which the reference is FP64
 TOKENS = 8
+QUICK_POSITIONS, FULL_POSITIONS = 512, 2048  # of one more prompt, which is long
 
 
 def check(context: Context) -> Result:
-    """FP32 in prefill and decode, prompts together in one batch."""
-    weights = sum(path.stat().st_size for path in context.folder.glob("*.safetensors"))
-    exact = torch.float64 if weights <= FP64_BYTES else torch.float32
+    """FP32 in prefill and decode, prompts together in one batch, a long one among them."""
+    exact = reference_dtype(context.folder)
     reference = DenseModel.from_folder(context.folder, exact, context.device)
-    prompts = context.prompts
+    positions = min(
+        FULL_POSITIONS if context.full else QUICK_POSITIONS,
+        context.config.max_position_embeddings,
+    )
+    prompts = [*context.prompts, _long_prompt(context, positions - TOKENS)]
     numbers: dict[str, Any] = {"reference": str(exact).removeprefix("torch."), "loops": {}}
     params = SamplingParams(TOKENS, exit_threshold=1.0, ignore_eos=True)
+    longest = max(positions, context.longest)
+    options = {
+        "max_rows": len(prompts),
+        "max_model_len": min(longest, context.config.max_position_embeddings),
+        "kv_tokens": sum(map(len, prompts)) + len(prompts) * (TOKENS + 32),
+    }
     passed = True
     for attention in context.attentions:
-        with context.engine(attention=attention, max_rows=len(prompts)) as llm:
+        with context.engine(attention=attention, **options) as llm:
             outputs, states = traced(llm, prompts, [params] * len(prompts))
             model = llm.engine.runner.model
             texts = [
@@ -50,6 +60,11 @@ def check(context: Context) -> Result:
         numbers,
         {"largest error, of the largest value": TOLERANCE, "top-1 agreement beyond ties": 1.0},
     )
+
+
+def _long_prompt(context: Context, length: int) -> list[int]:
+    draw = random.Random(0)
+    return [draw.randrange(context.config.vocab_size) for _ in range(max(1, length))]
 
 
 def _compare(

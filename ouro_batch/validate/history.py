@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,32 +13,44 @@ from ouro_batch.params import RequestOutput, SamplingParams
 from ouro_batch.validate.check import MARGIN, TOLERANCE, Context, Result, token_margin
 from ouro_batch.validate.dense import read_config, read_tensors
 from ouro_batch.validate.oracle import OracleOutput, SerialOracle
-from ouro_batch.validate.requests import Asked, bordering
+from ouro_batch.validate.requests import TOKENS, Asked, bordering
 
 CPU_PARAMETERS = 50_000_000  # the oracle runs in FP64, one token at a time
+LONGEST = 56  # positions of a request
+QUICK_ROWS, FULL_ROWS = 24, 64
 
 
 def check(context: Context) -> Result:
-    """Tokens, depths and every plane, with an aborted neighbour whose blocks are used again."""
+    """Tokens, depths and every plane: in few rows, with an aborted neighbour whose blocks are used
+    again, and in many rows, each request in several of them."""
     result = Result(
         "history",
         "Last-exited history: tokens, depths and planes against a serial oracle",
         limits={"requests that differ": 0, "plane error, of the largest value": TOLERANCE},
     )
+    positions = context.config.max_position_embeddings
+    if positions < LONGEST:
+        result.note = f"its requests take up to {LONGEST} positions, this model has {positions}"
+        return result
     tensors = read_tensors(context.folder)
     result.note = _too_large(sum(t.numel() for t in tensors.values()), context.device)
     if result.note:
         return result
-    asked = bordering(_long_prompt(context), context.config.loops)
-    expected = _oracle_outputs(context, tensors, asked)
+    asked, expected = _with_the_oracle(context, tensors)
+    copies = -(-(FULL_ROWS if context.full else QUICK_ROWS) // len(asked))
+    rows = copies * len(asked)
     result.passed = True
     for attention in context.attentions:
         # A cache that three requests fill, so that blocks go from one to the next.
         with context.engine(
             attention=attention, max_rows=3, max_batched_tokens=3 + 16, kv_tokens=176
         ) as llm:
-            found = _compare(_run(llm, asked), expected)
-        result.numbers[attention] = found
+            few = _compare(_run(llm, asked, abort=True), expected)
+        with context.engine(attention=attention, max_rows=rows, kv_tokens=rows * 4 * 16) as llm:
+            many = _compare(_run(llm, asked * copies, abort=False), expected * copies)
+        found = {name: few[name] + many[name] for name in few}
+        found["plane_error"] = max(few["plane_error"], many["plane_error"])
+        result.numbers[attention] = {"rows": [3, rows]} | found
         result.passed &= found["differ"] == 0 and found["plane_error"] <= TOLERANCE
     return result
 
@@ -61,17 +73,26 @@ def _too_large(parameters: int, device: torch.device) -> str:
     )
 
 
-def _oracle_outputs(
-    context: Context, tensors: dict[str, Tensor], asked: list[Asked]
-) -> list[OracleOutput]:
-    """The oracle's weights leave the device's memory with it."""
+def _with_the_oracle(
+    context: Context, tensors: dict[str, Tensor]
+) -> tuple[list[Asked], list[OracleOutput]]:
+    """Requests and what the oracle makes of them; its weights leave the memory with it."""
     oracle = SerialOracle(read_config(context.folder), tensors, context.device)
-    return [oracle.generate(prompt, params) for prompt, params in asked]
+    loops, eos = context.config.loops, context.config.eos_token_ids
 
+    def generate(prompt: list[int], params: SamplingParams) -> OracleOutput:
+        ends = () if params.ignore_eos else eos
+        return oracle.generate(prompt, params, (*ends, *params.stop_token_ids))
 
-def _long_prompt(context: Context) -> list[int]:
-    prompt = max(context.prompts, key=len)
-    return (prompt * (1 + 31 // len(prompt)))[:31]
+    longest, shortest = (pick(context.prompts, key=len) for pick in (max, min))
+    asked = bordering((longest * (1 + 31 // len(longest)))[:31], loops)
+    asked.append((shortest[:24], SamplingParams(TOKENS)))  # where it is real, it may reach its end
+    expected = [generate(*request) for request in asked]
+    # What the first one says in the middle is where another one stops.
+    prompt, params = asked[0]
+    stop = expected[0].tokens[len(expected[0].tokens) // 2]
+    asked.append((prompt, replace(params, stop_token_ids=(stop,))))
+    return asked, [*expected, generate(*asked[-1])]
 
 
 @dataclass
@@ -81,9 +102,11 @@ class _Finished:
     values: Tensor
 
 
-def _run(llm: LLM, asked: list[Asked]) -> list[_Finished]:
-    """All requests, with one more among them that is aborted in the middle of its tokens."""
-    aborted = llm.add_request(asked[0][0], SamplingParams(40, ignore_eos=True), index=len(asked))
+def _run(llm: LLM, asked: list[Asked], *, abort: bool) -> list[_Finished]:
+    """All requests; with ``abort`` one more is among them, which leaves amid its tokens."""
+    if abort:
+        more = SamplingParams(40, ignore_eos=True)
+        aborted = llm.add_request(asked[0][0], more, index=len(asked))
     for index, (prompt, params) in enumerate(asked):
         llm.add_request(prompt, params, index=index)
     finished: dict[int, _Finished] = {}
@@ -99,7 +122,7 @@ def _run(llm: LLM, asked: list[Asked]) -> list[_Finished]:
             planes = llm.engine.runner.read_planes(rows[output.index], length)
             finished[output.index] = _Finished(output, *(plane.cpu() for plane in planes))
         steps += 1
-        if steps == 10:
+        if abort and steps == 10:
             llm.abort(aborted)
     return [finished[index] for index in range(len(asked))]
 

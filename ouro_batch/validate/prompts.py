@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from ouro_batch.engine.kv import CacheShape
 from ouro_batch.errors import RequestError
@@ -81,12 +82,15 @@ def _questions(path: str, records: Sequence[Record], intake: Intake) -> list[Que
     questions = []
     for record in records:
         answer = record.metadata.get("answer") if isinstance(record.metadata, dict) else None
-        prompt = record.messages if record.prompt is None else record.prompt
-        if isinstance(answer, (str, int, float)) and isinstance(prompt, (str, list)):
+        if isinstance(answer, (str, int, float)):
             try:
                 encoded = _encode(intake, record)
                 intake.request(0, encoded, record.params, index=record.index, sample=0)
             except RequestError as error:
                 raise FileError(f"{path}, line {record.line}: {error}") from None
-            questions.append(Question(prompt, str(answer), record.params.max_tokens))
+            given: dict[str, Any] = {"prompt": record.prompt}
+            if record.messages is not None:
+                template = record.chat_template_kwargs
+                given = {"messages": record.messages, "chat_template_kwargs": template}
+            questions.append(Question(given, str(answer), record.params))
     return questions

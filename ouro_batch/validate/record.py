@@ -17,13 +17,24 @@ from ouro_batch.validate import (
     quality,
     replay,
     resources,
+    sampling,
     schedules,
 )
 from ouro_batch.validate.check import Context, Result
 
 CHECKS: dict[str, Callable[[Context], Result]] = {
     module.__name__.rpartition(".")[2]: module.check
-    for module in (equations, history, schedules, replay, resources, precision, quality, invariance)
+    for module in (
+        equations,
+        history,
+        schedules,
+        replay,
+        resources,
+        precision,
+        quality,
+        invariance,
+        sampling,
+    )
 }
 VERDICTS = {True: "passed", False: "FAILED", None: "not run"}
 

@@ -33,11 +33,12 @@ def mixed(
 
 
 def bordering(prompt: list[int], loops: int) -> list[Asked]:
-    """Prompts and exits that end on the borders of blocks of 16 and of chunks; deep and shallow.
+    """Prompts and exits that end on the borders of blocks of 16 and of chunks; all depths.
 
     ``prompt`` has at least 31 tokens.
     """
-    depths = [loops, *[1, loops, 1, min(2, loops), loops] * 4]
+    every = [depth for shallow in range(1, loops + 1) for depth in (shallow, shallow, loops)]
+    depths = [loops, *every * (1 + 16 // len(every))]
 
     def params(tokens: int, **options: object) -> SamplingParams:
         return SamplingParams(tokens, ignore_eos=True, **options)
