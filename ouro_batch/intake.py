@@ -198,7 +198,7 @@ class Intake:
         tokens = list(prompt)
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"a prompt of token ids holds {token!r}, which is no integer")
+                raise RequestError(f"token ids must be integers, got {token!r}")
         return tokens
 
     def _encode_chat(self, messages: Messages, kwargs: Mapping[str, Any]) -> list[int]:

@@ -30,7 +30,7 @@ from ouro_batch.options import (
     resolve_dtype,
 )
 from ouro_batch.params import MAX_GIB, MAX_SEED, RequestOutput, SamplingParams, Score
-from ouro_batch.scoring import score
+from ouro_batch.scoring import check_lists, score
 
 __all__ = ["LLM", "EncodedPrompt", "EngineSnapshot", "RequestOutput", "SamplingParams"]
 
@@ -220,27 +220,28 @@ class LLM:
         self,
         prompts: Sequence[str | Sequence[int]],
         completions: Sequence[str | Sequence[int]],
-        exit_depths: Sequence[Sequence[int]] | None = None,
+        exit_depths: Sequence[Sequence[int] | None] | None = None,
         params: SamplingParams | None = None,
     ) -> list[Score]:
         """Log-probabilities and depths of given completions, each in one pass; nothing is decoded.
 
         With ``exit_depths``, one list for each completion as ``RequestOutput`` has them, every
-        token runs at its given depth. Without, it leaves where ``params`` (their threshold and
-        loops) would have had it leave. Running requests are not disturbed.
+        token runs at its given depth. Without (or with None for one) it leaves where ``params``
+        (their threshold and loops) would have had it leave. Running requests are not disturbed.
 
         Raises:
-            RequestError: lengths do not agree, or a text cannot be run.
+            RequestError: lengths do not agree, a text cannot be run, or a number is not finite.
         """
         model = self._running_engine().runner.model
-        given = prompts if exit_depths is None else exit_depths
-        if not len(prompts) == len(completions) == len(given):
-            raise RequestError("prompts, completions and exit_depths must be equally many")
+        given = {"prompts": prompts, "completions": completions}
+        check_lists(given | ({} if exit_depths is None else {"exit_depths": exit_depths}))
+        if not isinstance(params, SamplingParams | None):
+            raise RequestError(f"params must be SamplingParams, got {reprlib.repr(params)}")
         params = params or SamplingParams()
         scores = []
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             try:
-                depths = None if exit_depths is None else list(exit_depths[index])
+                depths = None if exit_depths is None else exit_depths[index]
                 scores.append(
                     score(
                         model, self.intake, self.max_model_len, prompt, completion, depths, params

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import orjson
@@ -152,6 +153,11 @@ def test_a_score_that_was_interrupted_goes_on(folder, monkeypatch):
         (lambda lines: [*lines[:2], b"[]", *lines[2:]], 2, "line 3 of out is no output record"),
         (lambda lines: [b'{"index":-1,"error":{}}'], 2, "line 1 of out is no output record"),
         (lambda lines: [lines[0].replace(b'"index"', b'"indx"')], 2, "is no output record"),
+        (
+            lambda lines: [re.sub(rb'"token_ids":\[[^]]*\]', b'"token_ids":"x"', lines[0])],
+            2,
+            "is no output record",
+        ),
     ],
 )
 def test_answers_that_are_not_those_of_the_input(folder, change, status, words):

@@ -245,7 +245,7 @@ def test_replay_follows_the_given_depths(folder):
         ({1: 2}, {}, "a prompt must be text or a list of token ids, got {1: 2}"),
         ([48], {}, "token id 48 is outside the vocabulary of 48"),
         ([-1], {}, "token id -1 is outside"),
-        ([True], {}, "no integer"),
+        ([True], {}, "token ids must be integers, got True"),
         ([1] * 250, {"max_tokens": 10}, "250 prompt tokens and max_tokens 10 make 260"),
         ([1], {"max_tokens": 200}, "needs .* tokens of cache; this cache holds 96"),
         ([1], {"stop": "x"}, "stop strings need a tokenizer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ouro_batch import LLM, SamplingParams
 from ouro_batch.errors import RequestError
@@ -80,13 +81,50 @@ def test_running_requests_are_not_disturbed(llm):
         (([[1]], []), "must be equally many"),
         (([[1]], [[2]], []), "must be equally many"),
         (([[1]], [[]]), "prompt 0: a prompt and a completion need at least one token"),
-        (([[1], [2]], [[1], [99]]), "prompt 1: token id 99 is outside the vocabulary"),
+        (([[1], [2]], [[1], [99]]), "prompt 1: the completion: token id 99 is outside the vocabulary"),
         (([[1]], [[2, 3]], [[LOOPS]]), "prompt 0: 1 exit_depths for 2 completion tokens"),
         (([[1]], [[2, 3]], [[1, 1]]), "prefill runs all 3 loops"),
         (([[1]], [[2, 3]], [[LOOPS, 4]]), "integers from 1 to 3, got 4"),
-        (([[1] * 250], [[2] * 10]), "250 and 10 tokens are more than 256"),
+        (
+            ([[1] * 250], [[2] * 10]),
+            "250 prompt tokens and 10 completion tokens are more than the 256",
+        ),
+        (("abc", "def"), "prompts must be a list, got 'abc'"),
+        ((iter([[1]]), [[2]]), "prompts must be a list"),
+        (([[1]], [[2]], 5), "exit_depths must be a list, got 5"),
+        (([[1]], [[2]], [5]), "exit_depths must be a list of integers, got 5"),
+        (([[1]], [[True]]), "prompt 0: the completion: token ids must be integers, got True"),
+        (([[1]], [[2]], None, [SamplingParams()]), "params must be SamplingParams, got "),
     ],
 )
 def test_what_cannot_be_scored_is_named(llm, arguments, message):
     with pytest.raises(RequestError, match=message):
         llm.score(*arguments)
+
+
+def test_without_depths_for_one_its_gate_decides(llm):
+    given = [[LOOPS, 1, 2], None]
+    fixed, free = llm.score([[1], [1]], [[2, 3, 4]] * 2, given)
+    assert fixed.exit_depths == [LOOPS, 1, 2]
+    assert free == llm.score([[1]], [[2, 3, 4]])[0]
+
+
+def test_numbers_that_overflow_are_an_error_and_no_score(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] *= 1e4  # finite itself
+    tensors["model.norm.weight"] *= 50
+    save_file(tensors, folder / "model.safetensors")
+    with LLM(folder, dtype="float16", device="cpu") as llm:
+        with pytest.raises(RequestError, match="overflow in float16") as caught:
+            llm.score([[1, 2]], [[3, 4]])
+        assert caught.value.type == "not_finite"
+    with LLM(folder, device="cpu") as llm:
+        assert llm.score([[1, 2]], [[3, 4]])
+
+
+def test_a_vocabulary_of_one_token(tmp_path):
+    with LLM(write_checkpoint(tmp_path, vocab_size=1)) as llm:
+        (score,) = llm.score([[0]], [[0, 0]])
+    assert score.logprobs == [0.0, 0.0]
+    assert score.margins == [float("inf")] * 2

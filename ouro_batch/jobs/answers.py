@@ -94,6 +94,8 @@ def _key(record: dict[str, Any]) -> int:
         raise ValueError
     if "error" not in record and "finish_reason" not in record:
         raise ValueError
+    if not isinstance(record.get("token_ids", []), list):
+        raise ValueError
     return index * MAX_SAMPLES + sample
 
 

@@ -73,13 +73,23 @@ def load_weights(
 
     Raises:
         ModelError: no safetensors file, a torn or missing file, or a tensor that is missing,
-            unexpected, misshapen, given twice, or not floating point.
+            unexpected, misshapen, given twice, not floating point, or not finite in ``dtype``.
     """
     with ExitStack() as stack:
         files, sources = _open_checked(folder, config, stack)
         weights = empty_weights(config, device, dtype)
-        for name, place in _places(weights, config).items():
+        finite = []
+        places = _places(weights, config)
+        for name, place in places.items():
             place.copy_(_read(sources[name], files[sources[name]], name))
+            finite.append(torch.stack(place.aminmax()).isfinite().all())
+        for name, fine in zip(places, torch.stack(finite).tolist(), strict=True):
+            if not fine:
+                kind = str(places[name].dtype).removeprefix("torch.")
+                raise ModelError(
+                    f"{sources[name]}: {name} has values that are NaN or too large for {kind}"
+                    " (give another dtype, or download the file again)"
+                )
     return weights
 
 
