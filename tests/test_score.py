@@ -81,7 +81,10 @@ def test_running_requests_are_not_disturbed(llm):
         (([[1]], []), "must be equally many"),
         (([[1]], [[2]], []), "must be equally many"),
         (([[1]], [[]]), "prompt 0: a prompt and a completion need at least one token"),
-        (([[1], [2]], [[1], [99]]), "prompt 1: the completion: token id 99 is outside the vocabulary"),
+        (
+            ([[1], [2]], [[1], [99]]),
+            "prompt 1: the completion: token id 99 is outside the vocabulary",
+        ),
         (([[1]], [[2, 3]], [[LOOPS]]), "prompt 0: 1 exit_depths for 2 completion tokens"),
         (([[1]], [[2, 3]], [[1, 1]]), "prefill runs all 3 loops"),
         (([[1]], [[2, 3]], [[LOOPS, 4]]), "integers from 1 to 3, got 4"),
