@@ -262,6 +262,14 @@ def test_an_llm_that_cannot_be_built_is_an_error_row(bench, tmp_path):
     assert "max_batched_tokens" in row["error"]
 
 
+@pytest.mark.parametrize(("shape", "said"), [("ouro-1.4b", True), ("tiny", False)])
+def test_a_large_shape_on_a_cpu_is_said_to_take_long(bench, shape, said):
+    wrong = ["--max-batched-tokens", "2", "--exit", "fixed"]  # no weights are made
+    status, _, errors = bench("--shape", shape, "--device", "cpu", "-w", "4x8/4", *wrong)
+    assert status == 1
+    assert ("--shape tiny takes seconds" in errors) == said
+
+
 def test_comparison_runs_pairs_and_gives_the_ratio(bench, tmp_path):
     output = tmp_path / "bench.json"
     settings = ["--compare", "schedule=no-refill", "schedule=refill,max-rows=2"]

@@ -346,6 +346,11 @@ def _measure(settings: dict[str, Any], output: str | None, quiet: bool, console:
         if not quiet:
             console.print(Text(line), soft_wrap=True)
 
+    if settings["shape"] not in (None, "tiny"):
+        from ouro_batch.options import resolve_device
+
+        if resolve_device(settings["engine"]["device"]).type == "cpu":
+            say("note: this shape takes long on a CPU; --shape tiny takes seconds")
     session = Bench(source, document, say)
     if settings["compare"]:
         session.compare(plan, *settings["compare"])
