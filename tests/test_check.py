@@ -60,7 +60,8 @@ def test_lines_to_score(tmp_path):
     assert [p["message"] for p in found["problems"]["first"]] == [
         "1 exit_depths for 2 completion tokens",
         "a line to score needs completion: text, or token ids (or give --answers OUT)",
-        "300 and 300 tokens are more than 512",
+        "300 prompt tokens and 300 completion tokens are more than the 512 that the model takes"
+        " (shorten one of them)",
     ]
     assert found["prompt_tokens"]["longest"]["tokens"] == 5
     assert found["output_tokens_at_most"] == 2 + 2
