@@ -46,6 +46,7 @@ The precision check has found two things there. Torch attention had a gate 1.14 
 
 `.ci/run` builds the wheel, installs it in a new environment away from the checkout and runs three requests with it, after every change.
 """  # noqa: E501
+ATTENTIONS = ("triton", "torch", "batch-invariant")
 VERDICTS = {True: "passed", False: "**failed**", None: "not run"}
 
 
@@ -77,7 +78,7 @@ def _section(path: Path) -> str:
 
 
 def _attentions(numbers: dict[str, Any]) -> dict[str, Any]:
-    return {name: numbers[name] for name in ("triton", "torch") if name in numbers}
+    return {name: numbers[name] for name in ATTENTIONS if name in numbers}
 
 
 def _each(numbers: dict[str, Any], words) -> str:
@@ -188,8 +189,11 @@ def _sampling(numbers: dict[str, Any]) -> str:
         numbers,
         lambda n: (
             f"{n['draws']:,} outputs each: "
-            + ", ".join(f"{case.replace('_', '-')} p = {n[case]['p']:.2g}" for case in cases)
-            + f"; {sum(n[case].get('outside', 0) for case in cases)} outside of what is kept;"
+            + ", ".join(
+                f"{case.replace('_', '-')} p = {n[case]['p']:.2g}" for case in cases if case in n
+            )
+            + f"; {sum(n[case].get('outside', 0) for case in cases if case in n)} outside of what"
+            " is kept;"
             f" log-probabilities off by at most {n['logprob_error'] / n['largest_logit']:.1e} of"
             f" the largest logit, {n['likeliest_that_differ']} likeliest tokens differ"
         ),

@@ -237,6 +237,8 @@ class LLM:
         check_lists(given | ({} if exit_depths is None else {"exit_depths": exit_depths}))
         if not isinstance(params, SamplingParams | None):
             raise RequestError(f"params must be SamplingParams, got {reprlib.repr(params)}")
+        if params is not None and params.exit_depths is not None:
+            raise RequestError("params have exit_depths: give them as exit_depths, one list each")
         params = params or SamplingParams()
         scores = []
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

@@ -44,8 +44,8 @@ def score(
         if not math.isfinite(logprob):
             raise RequestError(
                 f"the model gives no finite log-probability to token {place} of the completion: its"
-                f" numbers overflow in {str(model.dtype).removeprefix('torch.')} (give another"
-                " dtype)",
+                f" numbers overflow in {str(model.dtype).removeprefix('torch.')}"
+                + ("" if model.dtype == torch.float32 else " (give dtype float32)"),
                 "not_finite",
             )
     return Score(

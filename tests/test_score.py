@@ -97,6 +97,7 @@ def test_running_requests_are_not_disturbed(llm):
         (([[1]], [[2]], 5), "exit_depths must be a list, got 5"),
         (([[1]], [[2]], [5]), "exit_depths must be a list of integers, got 5"),
         (([[1]], [[True]]), "prompt 0: the completion: token ids must be integers, got True"),
+        (([[1]], [[2]], None, SamplingParams(1, exit_depths=[LOOPS])), "give them as exit_depths"),
         (([[1]], [[2]], None, [SamplingParams()]), "params must be SamplingParams, got "),
     ],
 )

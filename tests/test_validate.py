@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from ouro_batch import intake
+from ouro_batch.attention.fixed import FixedAttention
 from ouro_batch.attention.reference import ReferenceAttention
 from ouro_batch.cli import app
 from ouro_batch.engine.kv import BlockManager
@@ -282,6 +286,110 @@ def break_likeliest(patch):
     patch.setattr(eager, "log_probabilities", shifted)
 
 
+def break_unseeded(patch):
+    """Requests without a seed of their own all have the job's."""
+    derive = intake.derive_seed
+    patch.setattr(intake, "derive_seed", lambda seed, index, sample: derive(seed, 0, 0))
+
+
+def break_high_bits_of_seeds(patch):
+    noise = sampling.gumbel_noise
+    patch.setattr(sampling, "gumbel_noise", lambda seeds, *given: noise(seeds & 0xFFFF, *given))
+
+
+def break_late_places(patch):
+    """Tokens after the second are drawn with its noise."""
+    noise = sampling.gumbel_noise
+    patch.setattr(
+        sampling, "gumbel_noise", lambda seeds, at, size: noise(seeds, at.clamp(max=1), size)
+    )
+
+
+def break_late_top_p(patch):
+    """Only the first token is drawn with top-p."""
+    draw = eager.sample
+
+    def first(logits, temperature, top_k, top_p, seeds, positions):
+        top_p = torch.where(positions > 0, torch.ones_like(top_p), top_p)
+        return draw(logits, temperature, top_k, top_p, seeds, positions)
+
+    patch.setattr(eager, "sample", first)
+
+
+def break_late_lists(patch):
+    """The likeliest tokens come in the wrong order where there are many."""
+    whole = eager.log_probabilities
+
+    def reversed_(logits: Tensor, tokens: Tensor, k: int):
+        logprob, top, ids = whole(logits, tokens, k)
+        return logprob, top.flip(1), ids.flip(1)
+
+    def maybe(logits: Tensor, tokens: Tensor, k: int):
+        return (reversed_ if k > 5 else whole)(logits, tokens, k)
+
+    patch.setattr(eager, "log_probabilities", maybe)
+
+
+def break_late_history(patch):
+    """Tokens far into an answer are not seen through their last plane."""
+    publish = RowState.publish_last_exited
+
+    def early(self, rows: Tensor, planes: Tensor) -> None:
+        soon = self.generated[rows] < 26
+        publish(self, rows[soon], planes[soon])
+
+    patch.setattr(RowState, "publish_last_exited", early)
+
+
+def break_least_loops(patch):
+    """No more than one loop is asked for."""
+    exits = eager.EagerRunner._exits
+
+    def soon(self, *given: Tensor) -> Tensor:
+        self.state.min_loops.clamp_(max=1)
+        return exits(self, *given)
+
+    patch.setattr(eager.EagerRunner, "_exits", soon)
+
+
+def break_high_thresholds(patch):
+    """Thresholds near 1 are taken for 1."""
+    threshold = Intake.exit_threshold
+
+    def other(self, params: SamplingParams) -> float:
+        own = threshold(self, params)
+        return own if own < 0.96 else float("inf")
+
+    patch.setattr(Intake, "exit_threshold", other)
+
+
+def break_many_stops(patch):
+    stop_ids = Intake._stop_ids
+    patch.setattr(
+        Intake, "_stop_ids", lambda self, params, chat: stop_ids(self, params, chat=chat)[:2]
+    )
+
+
+def break_later_chunks(patch):
+    """A chunk of a prompt does not see what came before it, where that is long."""
+    plan = ReferenceAttention.plan_prefill
+
+    def short(self, tables, segments):
+        made = plan(self, tables, segments)
+        for segment, slots in zip(made.segments, made.slots, strict=True):
+            if segment.start >= 64:
+                slots[:, : segment.start] = slots[:, segment.start : segment.start + 1]
+        return made
+
+    patch.setattr(ReferenceAttention, "plan_prefill", short)
+
+
+def break_invariant_attention(patch):
+    """Scores of the arithmetic of batch invariance are of another size."""
+    attend = FixedAttention._attend
+    patch.setattr(FixedAttention, "_attend", lambda self, q, *given: attend(self, q * 0.9, *given))
+
+
 @pytest.mark.parametrize(
     ("broken", "red", "green"),
     [
@@ -296,7 +404,18 @@ def break_likeliest(patch):
         (break_noise, "sampling", "equations"),
         (break_seeds, "sampling", "equations"),
         (break_places, "sampling", "equations"),
-        (break_likeliest, "sampling", "replay"),
+        (break_likeliest, "sampling", "schedules"),
+        pytest.param(break_unseeded, "sampling", "equations", marks=pytest.mark.slow),
+        pytest.param(break_high_bits_of_seeds, "sampling", "equations", marks=pytest.mark.slow),
+        pytest.param(break_late_places, "sampling", "equations", marks=pytest.mark.slow),
+        pytest.param(break_late_top_p, "sampling", "equations", marks=pytest.mark.slow),
+        pytest.param(break_late_lists, "replay", "equations", marks=pytest.mark.slow),
+        pytest.param(break_late_history, "history", "equations", marks=pytest.mark.slow),
+        pytest.param(break_least_loops, "history", "equations", marks=pytest.mark.slow),
+        pytest.param(break_high_thresholds, "history", "equations", marks=pytest.mark.slow),
+        pytest.param(break_many_stops, "history", "equations", marks=pytest.mark.slow),
+        pytest.param(break_later_chunks, "equations", "sampling", marks=pytest.mark.slow),
+        pytest.param(break_invariant_attention, "equations", "sampling", marks=pytest.mark.slow),
         (break_norm, "equations", "schedules"),
         (break_precision_of_products, "equations", "schedules"),
         (break_plane, "history", "equations"),
@@ -398,6 +517,60 @@ def test_a_model_too_large_for_the_oracle_is_said_and_is_no_failure(context, mon
     ((result, _),) = run_checks(context, ["history"], lambda name, result: None)
     assert result.passed is None
     assert "10,000 parameters" in result.note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "default", "factor": 4.0}},
+        {"early_exit_threshold": None, "tie_word_embeddings": None},
+        {"early_exit_threshold": 0.5, "eos_token_id": [3, 5, 7, 9]},
+        {"max_position_embeddings": 20},
+        {"max_position_embeddings": 56, "total_ut_steps": 1},
+        {"vocab_size": 2},
+        {"vocab_size": 3},
+        {"lm_head": 0.0},
+        {"lm_head": 1e4},
+        {"old": True},
+    ],
+    ids=str,
+)
+def test_no_false_red_of_a_model_that_is_unusual(tmp_path, change):
+    folder = write_checkpoint(tmp_path)
+    change = dict(change)
+    tensors = load_file(folder / "model.safetensors")
+    if change.pop("old", False):
+        save_file({name: t + 1 for name, t in tensors.items()}, folder / "zz-old.safetensors")
+    if "lm_head" in change:
+        tensors["lm_head.weight"] *= change.pop("lm_head")
+        save_file(tensors, folder / "model.safetensors")
+    if "vocab_size" in change:
+        write_checkpoint(tmp_path, **change)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | change
+    if "rope_parameters" in change:
+        del config["rope_theta"]
+    path.write_text(json.dumps({name: v for name, v in config.items() if v is not None}))
+    config = ModelConfig.from_folder(folder)
+    prompts = random_prompts(config, full=False)
+    context = Context(str(folder), folder, config, torch.device("cpu"), False, prompts, [])
+    names = ("equations", "history", "schedules", "replay", "resources", "sampling")
+    for result, _ in run_checks(context, names, lambda name, result: None):
+        assert result.passed is not False, result
+
+
+def test_a_lower_threshold_may_cost_more_by_chance_only():
+    draw = random.Random(0)
+    red = 0
+    for _ in range(200):
+        low, high = ([1 + draw.random() for _ in range(12)] for _ in range(2))
+        red += quality.costs_more(low, high)
+    assert red <= 10
+    assert quality.costs_more([2.0 + draw.random() for _ in range(60)], [1.0] * 60)
+    assert not quality.costs_more([None, 1.0], [2.0, None])
+    assert not quality.costs_more([1.0], [1.0])
 
 
 def test_what_cannot_run_is_said_and_is_no_failure(context):

@@ -73,7 +73,7 @@ def validate(
             "--only",
             metavar="CHECK",
             help="Run this check alone; may be given several times: equations, history, schedules,"
-            " replay, resources, precision, quality, invariance.",
+            " replay, resources, precision, quality, invariance, sampling.",
             show_default="all",
         ),
     ] = None,

@@ -85,10 +85,15 @@ def load_weights(
             finite.append(torch.stack(place.aminmax()).isfinite().all())
         for name, fine in zip(places, torch.stack(finite).tolist(), strict=True):
             if not fine:
+                read = _read(sources[name], files[sources[name]], name)
                 kind = str(places[name].dtype).removeprefix("torch.")
                 raise ModelError(
-                    f"{sources[name]}: {name} has values that are NaN or too large for {kind}"
-                    " (give another dtype, or download the file again)"
+                    f"{sources[name]}: {name} has values "
+                    + (
+                        f"too large for {kind} (give another dtype)"
+                        if read.isfinite().all()
+                        else "that are not finite (download the file again)"
+                    )
                 )
     return weights
 

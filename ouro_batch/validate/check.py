@@ -73,7 +73,15 @@ class Context:
     @property
     def longest(self) -> int:
         """Tokens of the longest request that the checks make."""
-        return max(len(prompt) for prompt in self.prompts) + 64
+        return self._longest_prompt + 64
+
+    def room(self, tokens: int) -> int:
+        """``tokens``, or as many as the model's positions leave after the longest prompt."""
+        return max(1, min(tokens, self.config.max_position_embeddings - self._longest_prompt))
+
+    @property
+    def _longest_prompt(self) -> int:
+        return max(map(len, self.prompts))
 
     @contextmanager
     def engine(self, **options: Any) -> Iterator[LLM]:

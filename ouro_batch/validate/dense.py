@@ -23,8 +23,19 @@ from torch import Tensor
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` with the head dimension and key/value heads that it may leave out."""
+    """``config.json`` with what it may leave out, and RoPE in its older spelling.
+
+    ``rope_theta`` is set, and ``rope_scaling`` has a ``factor`` or nothing.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    parameters = config.get("rope_parameters") or {}
+    config["rope_theta"] = parameters.get("rope_theta") or config["rope_theta"]
+    scaling = parameters or config.get("rope_scaling") or {}
+    linear = "linear" in (scaling.get("rope_type"), scaling.get("type"))
+    config["rope_scaling"] = {"factor": scaling["factor"]} if linear else {}
+    for name, value in (("early_exit_threshold", 1.0), ("tie_word_embeddings", False)):
+        if config.get(name) is None:
+            config[name] = value
     if config.get("head_dim") is None:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     if config.get("num_key_value_heads") is None:
@@ -33,9 +44,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by its name, in the dtype of its file."""
+    """Every tensor of a checkpoint by its name, in the dtype of its file.
+
+    Of ``model.safetensors`` or, where there is none, the shards that the index names.
+    """
+    paths = [folder / "model.safetensors"]
+    if not paths[0].exists():
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        paths = [folder / name for name in sorted(set(index["weight_map"].values()))]
     tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in paths:
         with safe_open(path, "pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return tensors
@@ -129,7 +147,7 @@ class DenseModel:
         frequencies = c["rope_theta"] ** -exponents
         if self._rounded_frequencies:
             frequencies = frequencies.to(self._dtype).to(wide)
-        factor = (c.get("rope_scaling") or {}).get("factor", 1.0)
+        factor = (c["rope_scaling"] or {}).get("factor", 1.0)
         angles = positions.to(wide)[:, None] / factor * frequencies
         angles = torch.cat((angles, angles), -1)
         return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
@@ -153,5 +171,5 @@ class DenseModel:
         ).squeeze(-1)
 
     def _logits(self, h: Tensor) -> Tensor:
-        tied = self.config.get("tie_word_embeddings", False)
+        tied = self.config["tie_word_embeddings"]
         return h @ self._tensors["model.embed_tokens.weight" if tied else "lm_head.weight"].T

@@ -14,6 +14,7 @@ from ouro_batch.validate.dense import DenseModel, LoopStates
 
 TOKENS = 8
 QUICK_POSITIONS, FULL_POSITIONS = 512, 2048  # of one more prompt, which is long
+CHUNK = 200  # tokens of a step, so that a long prompt runs in several
 
 
 def check(context: Context) -> Result:
@@ -26,16 +27,17 @@ def check(context: Context) -> Result:
     )
     prompts = [*context.prompts, _long_prompt(context, positions - TOKENS)]
     numbers: dict[str, Any] = {"reference": str(exact).removeprefix("torch."), "loops": {}}
-    params = SamplingParams(TOKENS, exit_threshold=1.0, ignore_eos=True)
+    params = SamplingParams(context.room(TOKENS), exit_threshold=1.0, ignore_eos=True)
     longest = max(positions, context.longest)
     options = {
         "max_rows": len(prompts),
         "max_model_len": min(longest, context.config.max_position_embeddings),
+        "max_batched_tokens": len(prompts) + CHUNK,
         "kv_tokens": sum(map(len, prompts)) + len(prompts) * (TOKENS + 32),
     }
     passed = True
-    for attention in context.attentions:
-        with context.engine(attention=attention, **options) as llm:
+    for name, kind in _kinds(context).items():
+        with context.engine(**kind, **options) as llm:
             outputs, states = traced(llm, prompts, [params] * len(prompts))
             model = llm.engine.runner.model
             texts = [
@@ -51,7 +53,7 @@ def check(context: Context) -> Result:
                     row = _compare(hidden, gate, logits, [w[loop] for w in wanted])
                 rows.append({"loop": loop + 1} | row)
                 passed &= _fine(row)
-        numbers["loops"][attention] = rows
+        numbers["loops"][name] = rows
     numbers["tokens"] = sum(map(len, texts))
     return Result(
         "equations",
@@ -60,6 +62,14 @@ def check(context: Context) -> Result:
         numbers,
         {"largest error, of the largest value": TOLERANCE, "top-1 agreement beyond ties": 1.0},
     )
+
+
+def _kinds(context: Context) -> dict[str, dict[str, Any]]:
+    """What is compared: on a CPU the arithmetic of batch invariance too, which is another there."""
+    kinds = {attention: {"attention": attention} for attention in context.attentions}
+    if context.device.type == "cpu":
+        kinds["batch-invariant"] = {"attention": "torch", "batch_invariant": True}
+    return kinds
 
 
 def _long_prompt(context: Context, length: int) -> list[int]:

@@ -91,7 +91,10 @@ def _with_the_oracle(
     # What the first one says in the middle is where another one stops.
     prompt, params = asked[0]
     stop = expected[0].tokens[len(expected[0].tokens) // 2]
-    asked.append((prompt, replace(params, stop_token_ids=(stop,))))
+    others = [
+        token for token in range(context.config.vocab_size) if token not in expected[0].tokens
+    ]
+    asked.append((prompt, replace(params, stop_token_ids=(*others[:4], stop))))
     return asked, [*expected, generate(*asked[-1])]
 
 

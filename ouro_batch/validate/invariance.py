@@ -90,7 +90,7 @@ def _requests(context: Context, count: int) -> list[Asked]:
         begin = draw.randrange(len(source))
         length = min(draw.randint(*(SHORT if index % LONG_EVERY else long)), longest)
         prompts.append([source[(begin + i) % len(source)] for i in range(length)])
-    return mixed(prompts, context.config.loops, logprobs=2, tokens=OUTPUT_TOKENS)
+    return mixed(prompts, context.config.loops, OUTPUT_TOKENS, logprobs=2)
 
 
 def _batchings(count: int, requests: int, alone: int) -> list[tuple[dict[str, Any], int]]:

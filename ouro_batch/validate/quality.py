@@ -15,12 +15,14 @@ QUICK_THRESHOLDS = (0.2, 0.5, 0.9)
 QUICK_QUESTIONS = 60
 Z = 1.959964  # of a two-sided 95% interval
 SLACK = 0.02  # loops that a lower threshold may cost more, since answers then differ
+STANDARD_ERRORS = 3.0  # that they may be above it by
 
 
 @dataclass(frozen=True)
 class _Answers:
     right: list[bool]
-    mean_depth: float | None  # None where every answer is one token, which prefill gives
+    depths: list[float | None]  # mean of each answer, None of one token, which prefill gives
+    mean_depth: float | None  # of all tokens
 
 
 def check(context: Context) -> Result:
@@ -63,9 +65,8 @@ def check(context: Context) -> Result:
                 "interval": [low, high],
             }
         )
-    depths = [answers.mean_depth for answers in (*sweep, full) if answers.mean_depth is not None]
-    falls = all(a <= b + SLACK for a, b in pairwise(depths))
-    if not depths:
+    falls = not any(costs_more(a.depths, b.depths) for a, b in pairwise([*sweep, full]))
+    if full.mean_depth is None:
         result.note = "answers of one token: no token whose depth a threshold could change"
     kept = all(row["interval"][1] >= 0 for row in rows if row["threshold"] == own)
     result.passed = falls and kept
@@ -94,14 +95,26 @@ def _ask(llm: LLM, questions: list[Question], threshold: float) -> _Answers:
         )
         ids[llm.add_request(params=params, index=index, **question.given)] = index
     right = [False] * len(questions)
+    depths: list[float | None] = [None] * len(questions)
     loops = tokens = 0
     while llm.has_unfinished:
         for output in llm.step():
             index = ids[output.request_id]
             right[index] = is_right(output.text, questions[index].answer)
+            depths[index] = output.mean_exit_depth
             loops += output.usage.loops
             tokens += len(output.token_ids) - 1
-    return _Answers(right, loops / tokens if tokens else None)
+    return _Answers(right, depths, loops / tokens if tokens else None)
+
+
+def costs_more(low: list[float | None], high: list[float | None]) -> bool:
+    """Whether a lower threshold's depths are above a higher one's beyond chance, paired."""
+    more = [a - b for a, b in zip(low, high, strict=True) if a is not None and b is not None]
+    if not more:
+        return False
+    mean = sum(more) / len(more)
+    error = math.sqrt(sum((gap - mean) ** 2 for gap in more)) / len(more)
+    return mean > SLACK + STANDARD_ERRORS * error
 
 
 def is_right(text: str, answer: str) -> bool:

@@ -6,14 +6,17 @@ import math
 from typing import Any
 
 from ouro_batch.llm import LLM
-from ouro_batch.params import RequestOutput
+from ouro_batch.params import RequestOutput, Score, TokenLogprobs
 from ouro_batch.validate.check import MARGIN, TOLERANCE, Context, Result, token_margin
-from ouro_batch.validate.requests import Asked, mixed
+from ouro_batch.validate.requests import TOKENS, Asked, mixed
+
+TOP_LOGPROBS = 8
 
 
 def check(context: Context) -> Result:
     """With the depths given, log-probabilities and tokens; with a live gate, the depths too."""
-    asked = mixed(context.prompts, context.config.loops, logprobs=0)
+    top = min(TOP_LOGPROBS, context.config.vocab_size)
+    asked = mixed(context.prompts, context.config.loops, context.room(TOKENS), logprobs=top)
     result = Result(
         "replay",
         "Replay: generations recomputed in one depth-masked pass",
@@ -23,6 +26,7 @@ def check(context: Context) -> Result:
             "log-probability error, of the largest logit": TOLERANCE,
             "tokens that differ": 0,
             "depths that differ": 0,
+            "lists of the likeliest tokens that are wrong": 0,
         },
     )
     prompts, params = zip(*asked, strict=True)
@@ -34,12 +38,13 @@ def check(context: Context) -> Result:
             found["logprob_error"] <= TOLERANCE * max(found["largest_logit"], 1.0)
             and not found["tokens"]
             and not found["depths"]
+            and not found["lists"]
         )
     return result
 
 
 def _compare(llm: LLM, asked: list[Asked], outputs: list[RequestOutput]) -> dict[str, Any]:
-    error, scale, tokens, depths, count = 0.0, 0.0, 0, 0, 0
+    error, scale, tokens, depths, lists, count = 0.0, 0.0, 0, 0, 0, 0
     for (prompt, params), output in zip(asked, outputs, strict=True):
         completion = output.token_ids
         (given,) = llm.score([prompt], [completion], [output.exit_depths])
@@ -47,6 +52,9 @@ def _compare(llm: LLM, asked: list[Asked], outputs: list[RequestOutput]) -> dict
         for ours, entry in zip(given.logprobs, output.logprobs, strict=True):
             gap = abs(ours - entry.logprob)
             error = max(error, math.inf if math.isnan(gap) else gap)
+        lists += sum(
+            not _is_sound(given, params.logprobs, *entry) for entry in enumerate(output.logprobs)
+        )
         scale = max(scale, *given.logit_scales)
         count += len(completion)
         if params.temperature == 0:
@@ -67,4 +75,16 @@ def _compare(llm: LLM, asked: list[Asked], outputs: list[RequestOutput]) -> dict
         "largest_logit": scale,
         "tokens": tokens,
         "depths": depths,
+        "lists": lists,
     }
+
+
+def _is_sound(score: Score, wanted: int, place: int, entry: TokenLogprobs) -> bool:
+    """Whether an output token's list has ``wanted`` tokens, the likeliest first, in order."""
+    ids, values = zip(*entry.top, strict=True)
+    token = score.token_ids[place]
+    first = ids[0] == score.best[place] or score.margins[place] <= token_margin(score, place)
+    known = token not in ids or abs(values[ids.index(token)] - entry.logprob) <= TOLERANCE
+    return (
+        first and known and len(set(ids)) == wanted and list(values) == sorted(values, reverse=True)
+    )

@@ -9,7 +9,7 @@ Asked = tuple[list[int], SamplingParams]
 
 
 def mixed(
-    prompts: list[list[int]], loops: int, logprobs: int | None = None, tokens: int = TOKENS
+    prompts: list[list[int]], loops: int, tokens: int, *, logprobs: int | None = None
 ) -> list[Asked]:
     """A request a prompt: fixed depth and live gates, greedy and sampled, bounded, stopped.
 
@@ -47,8 +47,12 @@ def bordering(prompt: list[int], loops: int) -> list[Asked]:
         (prompt[:16], params(17, exit_threshold=0.5)),  # the prompt fills its block
         (prompt[:15], params(18, exit_threshold=0.0)),
         (prompt[:17], params(17, exit_depths=depths)),
-        (prompt[:1], params(17, exit_threshold=0.9, min_loops=min(2, loops))),
+        (prompt[:1], params(17, exit_threshold=0.97)),
+        (prompt[:4], params(40, exit_threshold=0.8)),
+        (prompt[:20], params(9, exit_threshold=0.0, min_loops=max(1, loops - 1))),
+        (prompt[:19], params(9, exit_threshold=1.0, max_loops=1)),
         (prompt[:31], params(12, exit_depths=[loops, *[1] * 6, *[loops] * 5])),
         (prompt[:9], params(12, temperature=0.9, seed=5, exit_threshold=0.6)),
+        (prompt[:8], params(12, temperature=0.3, seed=2**40 + 5, exit_threshold=0.6)),
         (prompt[2:30], params(14, exit_threshold=0.7)),
     ]

@@ -10,7 +10,7 @@ import torch
 from ouro_batch.errors import EngineError
 from ouro_batch.llm import LLM
 from ouro_batch.validate.check import Context, Result
-from ouro_batch.validate.requests import mixed
+from ouro_batch.validate.requests import TOKENS, mixed
 
 # What the libraries keep once they have been used (cuBLAS work space, of a fixed size a stream).
 WORK_SPACE_BYTES = 64 * 2**20
@@ -55,13 +55,18 @@ def _allocated(device: torch.device) -> int:
 
 
 def _succeed(llm: LLM, context: Context) -> None:
-    prompts, params = zip(*mixed(context.prompts, context.config.loops), strict=True)
+    prompts, params = zip(
+        *mixed(context.prompts, context.config.loops, context.room(TOKENS)), strict=True
+    )
     llm.generate(prompts, params)
 
 
 def _abort(llm: LLM, context: Context) -> None:
     """Each request at another moment: waiting, in its prompt, at one depth or another."""
-    ids = [llm.add_request(*asked) for asked in mixed(context.prompts, context.config.loops)]
+    ids = [
+        llm.add_request(*asked)
+        for asked in mixed(context.prompts, context.config.loops, context.room(TOKENS))
+    ]
     for request_id in ids:
         llm.step()
         llm.abort(request_id)
@@ -75,7 +80,7 @@ class _Broken(RuntimeError):
 
 def _break(llm: LLM, context: Context) -> None:
     """A device that fails in the middle of requests; the engine must run on afterwards."""
-    for asked in mixed(context.prompts, context.config.loops):
+    for asked in mixed(context.prompts, context.config.loops, context.room(TOKENS)):
         llm.add_request(*asked)
     for _ in range(3):
         llm.step()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ LEAST_P = 1e-6  # of a chi-square test: one false red in a million
 LEAST_EXPECTED = 5.0  # draws of an outcome, else it is counted with other rare ones
 LIKELIEST = 0.4  # probability that the temperature leaves to the likeliest token
 FLAT = 100.0  # the largest logit over a temperature that leaves almost no difference
+PLACES = 4  # tokens of these
+DISTINCT = 24  # tokens of an output that no other seed gives, in a vocabulary of three even
+LARGEST_CUT = 8  # tokens that top-k or top-p keep
+EDGE = 1e-4  # of a sum of probabilities, within which top-p may end one token sooner or later
 PROMPT_TOKENS = 4
 TOP_LOGPROBS = 5
 
@@ -30,7 +35,7 @@ Outcome = tuple[int, ...]  # the tokens of an output
 
 
 def check(context: Context) -> Result:
-    """Outputs of one and two tokens at a temperature, with top-k and with top-p; FP32."""
+    """Outputs of a few tokens at a temperature, with top-k and with top-p; FP32."""
     result = Result(
         "sampling",
         "Sampling: draws and log-probabilities against a dense reference's distribution",
@@ -39,10 +44,16 @@ def check(context: Context) -> Result:
             "tokens drawn that should not be": 0,
             "log-probability error, of the largest logit": TOLERANCE,
             "likeliest tokens that differ": 0,
+            "equal draws of other seeds": 0,
         },
     )
     if context.config.vocab_size < 3:
         result.note = f"a vocabulary of {context.config.vocab_size} leaves nothing to choose"
+        return result
+    longest = PROMPT_TOKENS + DISTINCT
+    if context.config.max_position_embeddings < longest:
+        positions = context.config.max_position_embeddings
+        result.note = f"its requests take up to {longest} positions, this model has {positions}"
         return result
     prompt = min(context.prompts, key=len)[:PROMPT_TOKENS]
     reference = _Reference(context, prompt)
@@ -52,7 +63,10 @@ def check(context: Context) -> Result:
     for attention in context.attentions:
         found: dict[str, Any] = {"draws": draws}
         with context.engine(
-            attention=attention, max_rows=64, max_model_len=PROMPT_TOKENS + 2, kv_tokens=64 * 16
+            attention=attention,
+            max_rows=64,
+            max_model_len=longest,
+            kv_tokens=64 * 32,
         ) as llm:
             for name, (options, expected) in cases.items():
                 drawn = _draw(llm, prompt, draws, options)
@@ -63,6 +77,8 @@ def check(context: Context) -> Result:
                 _draw(llm, prompt, draws, reference.flat), context.config.vocab_size
             )
             result.passed &= found["positions"]["p"] >= LEAST_P
+            found["equal_draws"] = _same_draws(llm, prompt, reference.flat["temperature"])
+            result.passed &= not found["equal_draws"]
             found |= reference.compare_logprobs(llm)
         result.passed &= (
             found["logprob_error"] <= TOLERANCE * max(reference.scale, 1.0)
@@ -88,36 +104,53 @@ class _Reference:
         return self._model.run([*self._prompt, *after])[-1].logits[-1].double().cpu()
 
     def cases(self) -> dict[str, tuple[dict[str, Any], dict[Outcome, float]]]:
-        """Sampling parameters, and the probability of every output that they allow."""
+        """Sampling parameters, and the probability of every output that they allow.
+
+        Top-k and top-p are left out where rounding may decide what they keep.
+        """
         t = self._temperature
-        whole = (self._first / t).softmax(-1)
-        ordered, ids = whole.sort(descending=True)
-        total = ordered.cumsum(-1)
-        # Half-way between two sums, where no rounding decides what is kept.
-        last = int((total < 0.7).sum())
-        top_p = float(total[last] + (total[last - 1] if last else 0)) / 2
-        # As far as possible from a tie.
-        most = min(8, len(ordered) - 1)
-        k = 2 + int((ordered[1:most] - ordered[2 : most + 1]).argmax())
+        found = {"temperature": ({"temperature": t}, _keep(self._first / t, len(self._first)))}
+        ordered = (self._first / t).sort(descending=True).values
+        total = ordered.softmax(-1).cumsum(-1)
+        # Cuts at which the last token that is kept is above the next one.
+        gaps = (ordered[:-1] - ordered[1:]) * t > 4 * TOLERANCE * self.scale
+        cuts = [place + 1 for place in gaps[:LARGEST_CUT].nonzero()[:, 0].tolist()]
+        if cuts:
+            k = min(cuts, key=lambda cut: abs(cut - 4))
+            found["top_k"] = self._pairs({"temperature": t, "top_k": k}, k)
+            cut = min(cuts, key=lambda cut: abs(float(total[cut - 1]) - 0.7))
+            # Half-way between two sums.
+            below = float(total[cut - 2]) if cut > 1 else 0.0
+            top_p = (below + float(total[cut - 1])) / 2
+            found["top_p"] = self._pairs({"temperature": t, "top_p": top_p}, cut, top_p)
+        return found
+
+    def _pairs(
+        self, options: dict[str, Any], cut: int, top_p: float | None = None
+    ) -> tuple[dict[str, Any], dict[Outcome, float]]:
+        """Of two tokens; of one, where rounding may decide what is kept of the second."""
+        t = self._temperature
+        firsts = _keep(self._first / t, cut)
         pairs: dict[Outcome, float] = {}
-        kept = ordered[:k] / total[k - 1]
-        for token, p in zip(ids[:k].tolist(), kept.tolist(), strict=True):
-            best = (self._logits((token,)) / t).topk(k)
-            then = zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True)
-            pairs |= {(token, second): p * q for second, q in then}
-        return {
-            "temperature": ({"temperature": t}, _outcomes(ids, ordered)),
-            "top_k": ({"temperature": t, "top_k": k, "max_tokens": 2}, pairs),
-            "top_p": (
-                {"temperature": t, "top_p": top_p},
-                _outcomes(ids[: last + 1], ordered[: last + 1] / total[last]),
-            ),
-        }
+        for (token,), p in firsts.items():
+            logits = self._logits((token,))
+            then = cut if top_p is None else _nucleus(logits / t, top_p)
+            ordered = logits.sort(descending=True).values
+            near = then < len(ordered) and float(ordered[then - 1] - ordered[then]) <= (
+                4 * TOLERANCE * float(logits.abs().max())
+            )
+            sums = (ordered / t).softmax(-1).cumsum(-1)[max(0, then - 2) : then]
+            if top_p is not None:
+                near = near or bool(((sums - top_p).abs() < EDGE).any())
+            if near:
+                return options, firsts
+            pairs |= {(token, *second): p * q for second, q in _keep(logits / t, then).items()}
+        return options | {"max_tokens": 2}, pairs
 
     @property
     def flat(self) -> dict[str, Any]:
-        """Sampling parameters under which two tokens of an output are almost uniform."""
-        return {"temperature": FLAT * max(self.scale, 1.0), "max_tokens": 2}
+        """Sampling parameters under which the tokens of an output are almost uniform."""
+        return {"temperature": FLAT * max(self.scale, 1.0), "max_tokens": PLACES}
 
     def compare_logprobs(self, llm: LLM) -> dict[str, Any]:
         """Of the likeliest tokens, and of one that is drawn and need not be among them."""
@@ -146,7 +179,10 @@ class _Reference:
 
 
 def _temperature(logits: Tensor) -> float:
-    """That leaves ``LIKELIEST`` to the likeliest token, or less where many are as likely."""
+    """That leaves ``LIKELIEST`` to the likeliest token, or less where many are as likely.
+
+    Never so low that FP32's rounding of the logits would be seen.
+    """
     low, high = 1e-3, 1e3
     scale = float(logits.std()) or 1.0
     for _ in range(60):
@@ -155,13 +191,20 @@ def _temperature(logits: Tensor) -> float:
             low = middle
         else:
             high = middle
-    return high * scale
+    return max(high * scale, 100 * TOLERANCE * float(logits.abs().max()))
 
 
-def _outcomes(ids: Tensor, probabilities: Tensor) -> dict[Outcome, float]:
-    return {
-        (token,): p for token, p in zip(ids.tolist(), probabilities.tolist(), strict=True) if p > 0
-    }
+def _keep(logits: Tensor, count: int) -> dict[Outcome, float]:
+    """The ``count`` likeliest tokens with their probabilities among each other."""
+    ordered, ids = logits.sort(descending=True, stable=True)
+    probabilities = ordered[:count].softmax(-1).tolist()
+    return {(i,): p for i, p in zip(ids[:count].tolist(), probabilities, strict=True) if p > 0}
+
+
+def _nucleus(logits: Tensor, top_p: float) -> int:
+    """How many of the likeliest tokens top-p keeps."""
+    total = logits.sort(descending=True).values.softmax(-1).cumsum(-1)
+    return min(len(logits), 1 + int((total < top_p).sum()))
 
 
 def _draw(llm: LLM, prompt: list[int], count: int, options: dict[str, Any]) -> Counter[Outcome]:
@@ -177,16 +220,32 @@ def _draw(llm: LLM, prompt: list[int], count: int, options: dict[str, Any]) -> C
 
 
 def _repeats(drawn: Counter[Outcome], vocab_size: int) -> dict[str, Any]:
-    """Of almost uniform outputs, those whose second token is the first one again.
+    """Of almost uniform outputs: the two places whose tokens agree most often.
 
     With the probability of so many or more; a request's tokens must not be drawn alike.
     """
-    total = sum(drawn.values())
-    seen = sum(count for (first, second), count in drawn.items() if first == second)
-    chance = (
-        math.exp(4 / FLAT) / vocab_size
-    )  # at most, where no logit is above twice the first ones'
-    return {"p": at_least(seen, total, chance), "repeats": seen}
+    chance = math.exp(4 / FLAT) / vocab_size  # at most, where no logit is above twice the first's
+    seen = max(
+        sum(count for outcome, count in drawn.items() if outcome[a] == outcome[b])
+        for a, b in combinations(range(PLACES), 2)
+    )
+    return {"p": at_least(seen, sum(drawn.values()), chance), "repeats": seen}
+
+
+def _same_draws(llm: LLM, prompt: list[int], temperature: float) -> int:
+    """Of requests with seeds that differ in one bit or another, or in none given: pairs of equals.
+
+    Their outputs are almost uniform, and too long to be equal by chance.
+    """
+    seeds = [None] * 3 + [1 + 2**bit for bit in range(1, 63, 5)]
+    params = [
+        SamplingParams(
+            DISTINCT, temperature=temperature, seed=seed, exit_threshold=1.0, ignore_eos=True
+        )
+        for seed in seeds
+    ]
+    outputs = [tuple(o.token_ids) for o in llm.generate([prompt] * len(params), params)]
+    return len(outputs) - len(set(outputs))
 
 
 def at_least(seen: int, total: int, chance: float) -> float:

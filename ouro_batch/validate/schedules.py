@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ouro_batch.options import SCHEDULES
 from ouro_batch.params import RequestOutput
 from ouro_batch.validate.check import MARGIN, Context, Result, token_margin
-from ouro_batch.validate.requests import Asked, mixed
+from ouro_batch.validate.requests import TOKENS, Asked, mixed
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class _Run:
 
 def check(context: Context) -> Result:
     """serial, refill, no-refill with every attention, FP32, few rows so that they change hands."""
-    asked = mixed(context.prompts, context.config.loops)
+    asked = mixed(context.prompts, context.config.loops, context.room(TOKENS))
     runs = []
     for attention in context.attentions:
         for schedule in SCHEDULES:
