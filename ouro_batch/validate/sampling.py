@@ -24,11 +24,12 @@ LEAST_P = 1e-6  # of a chi-square test: one false red in a million
 LEAST_EXPECTED = 5.0  # draws of an outcome, else it is counted with other rare ones
 LIKELIEST = 0.4  # probability that the temperature leaves to the likeliest token
 FLAT = 100.0  # the largest logit over a temperature that leaves almost no difference
-PLACES = 4  # tokens of these
+PLACES = 3  # tokens of these
 DISTINCT = 24  # tokens of an output that no other seed gives, in a vocabulary of three even
 LARGEST_CUT = 8  # tokens that top-k or top-p keep
 EDGE = 1e-4  # of a sum of probabilities, within which top-p may end one token sooner or later
-PROMPT_TOKENS = 4
+PROMPT_TOKENS = 2
+ROWS = 128
 TOP_LOGPROBS = 5
 
 Outcome = tuple[int, ...]  # the tokens of an output
@@ -64,9 +65,9 @@ def check(context: Context) -> Result:
         found: dict[str, Any] = {"draws": draws}
         with context.engine(
             attention=attention,
-            max_rows=64,
+            max_rows=ROWS,
             max_model_len=longest,
-            kv_tokens=64 * 32,
+            kv_tokens=ROWS * 32,
         ) as llm:
             for name, (options, expected) in cases.items():
                 drawn = _draw(llm, prompt, draws, options)
