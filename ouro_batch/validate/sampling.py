@@ -234,9 +234,9 @@ def _repeats(drawn: Counter[Outcome], vocab_size: int) -> dict[str, Any]:
 
 
 def _same_draws(llm: LLM, prompt: list[int], temperature: float) -> int:
-    """Of requests with seeds that differ in one bit or another, or in none given: pairs of equals.
+    """How many outputs repeat another's, of seeds that differ in one bit and of seeds not given.
 
-    Their outputs are almost uniform, and too long to be equal by chance.
+    They are almost uniform, and too long to be equal by chance.
     """
     seeds = [None] * 3 + [1 + 2**bit for bit in range(1, 63, 5)]
     params = [
