@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from ouro_batch.bench.machine import COMMIT_VARIABLE
 from ouro_batch.cli import app
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.params import SamplingParams
@@ -213,6 +214,13 @@ def test_what_cannot_run_is_said_and_is_no_failure(context):
     done = run_checks(context, ["quality", "resources"], lambda name, result: None)
     assert make_record(context, {"name": "tiny"}, "ouro-batch validate", done)["passed"]
     assert "## quality: not run" in as_markdown(record)
+
+
+def test_a_record_names_the_commit_that_ran_though_the_tree_moves_on(context, monkeypatch):
+    monkeypatch.setenv(COMMIT_VARIABLE, "before")
+    began = context_of(context.folder)
+    monkeypatch.setenv(COMMIT_VARIABLE, "after")
+    assert make_record(began, {"name": "tiny"}, "ouro-batch validate", [])["commit"] == "before"
 
 
 def test_a_check_that_cannot_run_for_an_error_has_failed(context):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ouro_batch.bench.machine import commit
 from ouro_batch.llm import LLM
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.params import RequestOutput, SamplingParams, Score
@@ -55,6 +56,7 @@ class Context:
         full: whether the full level was asked for.
         prompts: token ids.
         questions: for the quality check; empty where there are none.
+        commit: of the source tree when this was made: it may change under a run of minutes.
     """
 
     model: str
@@ -64,6 +66,7 @@ class Context:
     full: bool
     prompts: list[list[int]]
     questions: list[Question]
+    commit: str | None = field(default_factory=commit)
 
     @property
     def attentions(self) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ouro_batch.bench.machine import commit, machine, versions
+from ouro_batch.bench.machine import machine, versions
 from ouro_batch.validate import (
     equations,
     history,
@@ -71,7 +71,7 @@ def make_record(
         "level": "full" if context.full else "quick",
         "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
+        "commit": context.commit,
         "machine": machine(context.device),
         "versions": versions(),
         "model": model,
