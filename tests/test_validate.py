@@ -20,7 +20,7 @@ from ouro_batch.cli import app
 from ouro_batch.model.config import ModelConfig
 from ouro_batch.params import SamplingParams
 from ouro_batch.validate import history, quality
-from ouro_batch.validate.check import Context, Question
+from ouro_batch.validate.check import Context, Question, Result
 from ouro_batch.validate.precision import allowed, within
 from ouro_batch.validate.record import CHECKS, as_markdown, make_record, run_checks
 
@@ -221,6 +221,50 @@ def test_a_record_names_the_commit_that_ran_though_the_tree_moves_on(context, mo
     began = context_of(context.folder)
     monkeypatch.setenv(COMMIT_VARIABLE, "after")
     assert make_record(began, {"name": "tiny"}, "ouro-batch validate", [])["commit"] == "before"
+
+
+def test_a_run_that_is_cut_off_keeps_the_checks_that_were_done(tmp_path, monkeypatch):
+    """Beside the record's place, which stays empty; the same command begins anew."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    command = ["validate", "--model", "model", "--only", "resources", "--only", "replay"]
+    part = tmp_path / "validation.json.part"
+
+    def interrupt(context: Context) -> Result:
+        found = json.loads(part.read_bytes())
+        assert found["passed"] is None
+        assert found["unfinished"] == ["replay"]
+        assert [check["name"] for check in found["checks"]] == ["resources"]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(CHECKS, "replay", interrupt)
+        done = CliRunner().invoke(app, command)
+    assert done.exit_code == 130
+    assert "validation.json.part has the checks that were done" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", part.name]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    found = json.loads((tmp_path / "validation.json").read_bytes())
+    assert found["passed"]
+    assert found["unfinished"] == []
+    assert not part.exists()
+
+
+def test_a_failed_check_shows_in_an_unfinished_record(context):
+    result = Result("replay", "Replay", False)
+    record = make_record(context, {"name": "tiny"}, "", [(result, 0.1)], ["sampling"])
+    assert record["passed"] is False
+
+
+def test_what_another_job_left_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    part = tmp_path / "validation.json.part"
+    part.write_text('{"id": "1"}\n{"id": "2"}\n')
+    done = CliRunner().invoke(app, ["validate", "--model", "model", "--only", "resources"])
+    assert done.exit_code == 2
+    assert f"{part} is of another job" in done.stderr
+    assert part.read_text() == '{"id": "1"}\n{"id": "2"}\n'
 
 
 def test_a_check_that_cannot_run_for_an_error_has_failed(context):

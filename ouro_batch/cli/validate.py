@@ -97,8 +97,9 @@ def validate(
     or the device could not be used.
     """
     messages = Messages()
+    part = Path(f"{os.path.realpath(output)}.part")
     try:
-        markdown = _check_output(output, prompts, overwrite)
+        markdown = _check_output(output, part, prompts, overwrite)
         if prompts is not None:
             check_inputs([prompts], text=False)
         record = _run(
@@ -109,12 +110,13 @@ def validate(
             names=list(dict.fromkeys(check.value for check in (only or Check))),
             device=device,
             console=messages,
+            part=part,
         )
         from ouro_batch.validate.record import as_markdown
 
-        text = orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        write_atomically(Path(os.path.realpath(output)), [text])
+        _write(record, output)
         write_atomically(Path(os.path.realpath(markdown)), [as_markdown(record).encode()])
+        part.unlink(missing_ok=True)
     except (UsageError, RequestError) as error:
         messages.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
         raise typer.Exit(ExitStatus.USAGE) from None
@@ -122,7 +124,8 @@ def validate(
         messages.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
         raise typer.Exit(ExitStatus.ENGINE) from None
     except KeyboardInterrupt:
-        messages.print(Text("interrupted; no record was written", "bold yellow"))
+        kept = f"{part} has the checks that were done" if part.exists() else "none was done"
+        messages.print(Text(f"interrupted; {kept}", "bold yellow"), soft_wrap=True)
         raise typer.Exit(ExitStatus.INTERRUPTED) from None
     failed = any(check["passed"] is False for check in record["checks"])
     words = "no check failed" if record["passed"] else "nothing could be checked"
@@ -138,7 +141,12 @@ def validate(
     raise typer.Exit(ExitStatus.DONE if record["passed"] else ExitStatus.SOME_FAILED)
 
 
-def _check_output(output: str, prompts: str | None, overwrite: bool) -> str:
+def _write(record: dict[str, Any], path: str | Path) -> None:
+    text = orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    write_atomically(Path(os.path.realpath(path)), [text])
+
+
+def _check_output(output: str, part: Path, prompts: str | None, overwrite: bool) -> str:
     """Where the Markdown goes; UsageError where either cannot be written."""
     check_writable(output)
     stem, suffix = os.path.splitext(output)
@@ -152,7 +160,21 @@ def _check_output(output: str, prompts: str | None, overwrite: bool) -> str:
             raise UsageError(f"{path} exists (--overwrite replaces it, --output names another)")
         if is_stream(path):
             raise UsageError(f"cannot write {path}: it is no file")
+    _check_part(part)
     return markdown
+
+
+def _check_part(part: Path) -> None:
+    """Refuse to replace what another command has left there."""
+    check_writable(str(part), streams=False)
+    if not part.exists():
+        return
+    try:
+        found = orjson.loads(part.read_bytes())
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict) or found.get("kind") != "validation":
+        raise UsageError(f"{part} is of another job: give --output another name, or move it away")
 
 
 def _run(
@@ -164,14 +186,16 @@ def _run(
     names: list[str],
     device: str,
     console: Console,
+    part: Path,
 ) -> dict[str, Any]:
+    """The record; ``part`` gets it after every check, for a run that is killed."""
     # torch and the tokenizer take seconds to import.
     from ouro_batch.model.files import fingerprint
     from ouro_batch.model.source import CheckpointSource
     from ouro_batch.options import resolve_device
     from ouro_batch.validate.check import Context
     from ouro_batch.validate.prompts import random_prompts, read_prompts
-    from ouro_batch.validate.record import make_record, run_checks
+    from ouro_batch.validate.record import Done, make_record, run_checks
 
     where = resolve_device(device)
     source = CheckpointSource(model, revision)
@@ -182,18 +206,24 @@ def _run(
     context = Context(
         str(source.folder), source.folder, source.config, where, full, tokens, questions
     )
-    if console.is_terminal:
-        display = _Display(names)
-        with Live(display, console=console, refresh_per_second=8):
-            done = run_checks(context, names, display.change)
-    else:
-        done = run_checks(context, names, partial(_print_verdict, console))
     about = {
         "name": source.name,
         "revision": source.revision,
         "fingerprint": fingerprint(source.folder),
     }
-    return make_record(context, about, shlex.join(["ouro-batch", *sys.argv[1:]]), done)
+    command = shlex.join(["ouro-batch", *sys.argv[1:]])
+
+    def keep(done: Done) -> None:
+        _write(make_record(context, about, command, done, names[len(done) :]), part)
+
+    part.unlink(missing_ok=True)
+    if console.is_terminal:
+        display = _Display(names)
+        with Live(display, console=console, refresh_per_second=8):
+            done = run_checks(context, names, display.change, keep)
+    else:
+        done = run_checks(context, names, partial(_print_verdict, console), keep)
+    return make_record(context, about, command, done)
 
 
 def _print_verdict(console: Console, name: str, result: Result | None) -> None:

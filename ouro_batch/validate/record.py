@@ -39,14 +39,21 @@ CHECKS: dict[str, Callable[[Context], Result]] = {
 VERDICTS = {True: "passed", False: "FAILED", None: "not run"}
 
 
+Done = list[tuple[Result, float]]  # checks with the seconds that each took
+
+
 def run_checks(
-    context: Context, names: Sequence[str], on_change: Callable[[str, Result | None], None]
-) -> list[tuple[Result, float]]:
+    context: Context,
+    names: Sequence[str],
+    on_change: Callable[[str, Result | None], None],
+    keep: Callable[[Done], None] = lambda done: None,
+) -> Done:
     """Run checks by name, each with the seconds that it took.
 
-    ``on_change`` is told of each before and after. A check that raises has failed, and says why.
+    ``on_change`` is told of each before and after, ``keep`` of all that are done after each. A
+    check that raises has failed, and says why.
     """
-    done = []
+    done: Done = []
     for name in names:
         on_change(name, None)
         start = time.perf_counter()
@@ -57,17 +64,29 @@ def run_checks(
             result.note = f"{type(error).__name__}: {error}"
         done.append((result, time.perf_counter() - start))
         on_change(name, result)
+        keep(done)
     return done
 
 
 def make_record(
-    context: Context, model: dict[str, Any], command: str, done: list[tuple[Result, float]]
+    context: Context,
+    model: dict[str, Any],
+    command: str,
+    done: Done,
+    unfinished: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Ready for JSON; ``passed`` where no check failed and at least one could run."""
+    """Ready for JSON; ``passed`` where no check failed and at least one could run.
+
+    It is null as long as there are ``unfinished`` checks and none has failed.
+    """
     verdicts = [result.passed for result, _ in done]
+    passed: bool | None = False not in verdicts and True in verdicts
+    if unfinished and False not in verdicts:
+        passed = None
     return {
         "kind": "validation",
-        "passed": False not in verdicts and True in verdicts,
+        "passed": passed,
+        "unfinished": list(unfinished),
         "level": "full" if context.full else "quick",
         "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -18,7 +18,7 @@ from ouro_batch.params import SamplingParams
 from ouro_batch.validate.check import TOLERANCE, Context, Result, reference_dtype
 from ouro_batch.validate.dense import DenseModel
 
-QUICK_DRAWS, FULL_DRAWS = 256, 8192
+QUICK_DRAWS, FULL_DRAWS = 256, 4096
 SAMPLES = 128  # of a request
 LEAST_P = 1e-6  # of a chi-square test: one false red in a million
 LEAST_EXPECTED = 5.0  # draws of an outcome, else it is counted with other rare ones

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call; results go to $OUT. Arguments: tests, bench, sanitize,
-# validate (the sample model), large (random weights of Ouro-1.4B's shape), invariant (what batch
-# invariance costs), start (seconds to the first record).
+# validate (the sample model), large and quick (random weights of Ouro-1.4B's shape, level full and
+# quick; large takes a whole call of 10 minutes), invariant (what batch invariance costs), start
+# (seconds to the first record).
 # The package need not be installed: only what its imports need.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -27,8 +28,11 @@ for step in "$@"; do
         --prompts samples/eval.jsonl --level full --output "$out/tiny-ouro-h200.json" \
         2>&1 | tee "$out/validate.log" ;;
     large) timeout 100 python3 -m tests.gpu.random_checkpoint /tmp/ouro-1.4b-random &&
-        timeout 500 python3 -m ouro_batch validate --model /tmp/ouro-1.4b-random --level full \
+        timeout 580 python3 -m ouro_batch validate --model /tmp/ouro-1.4b-random --level full \
             --output "$out/random-1.4b-h200.json" 2>&1 | tee "$out/large.log" ;;
+    quick) timeout 100 python3 -m tests.gpu.random_checkpoint /tmp/ouro-1.4b-random &&
+        timeout 250 python3 -m ouro_batch validate --model /tmp/ouro-1.4b-random \
+            --output "$out/random-1.4b-quick-h200.json" 2>&1 | tee "$out/quick.log" ;;
     invariant) timeout 300 python3 -m ouro_batch bench --shape ouro-1.4b -w 128x1024/128 \
         --compare batch-invariant=false batch-invariant=true \
         --output "$out/batch-invariant.json" 2>&1 | tee "$out/invariant.log" ;;
