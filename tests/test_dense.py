@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ouro_batch import LLM, SamplingParams
 from ouro_batch.validate.check import traced
@@ -31,21 +32,34 @@ def test_the_released_codes_states(name, dtype):
             torch.testing.assert_close(ours.float(), tensors[golden][loop], rtol=0, atol=1e-4)
 
 
+class ProductsInFP32(TorchFunctionMode):
+    """BF16 products that add in FP32 and round once, as where the golden data were made.
+
+    Processors with instructions for BF16 add otherwise: errors are 5% smaller with Intel's AMX.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        products = (torch.Tensor.__matmul__, torch.Tensor.matmul, torch.nn.functional.linear)
+        if function in products and args[0].dtype == torch.bfloat16:
+            return function(*(x.float() for x in args)).bfloat16()
+        return function(*args, **(kwargs or {}))
+
+
 def test_the_released_codes_errors_in_bf16():
     """Every operation rounds where the released code's does: the same errors, loop by loop."""
     folder = ORACLE / "bf16-192"
     tokens = load_oracle("bf16-192").tensors["dense_ids"].tolist()
     exact = DenseModel.from_folder(folder, torch.float32, CPU).run(tokens)
-    rounded = DenseModel.from_folder(folder, torch.bfloat16, CPU, rounded_frequencies=True).run(
-        tokens
-    )
+    model = DenseModel.from_folder(folder, torch.bfloat16, CPU, rounded_frequencies=True)
+    with ProductsInFP32():
+        rounded = model.run(tokens)
     golden = json.loads((folder / "bf16_error.json").read_text())
     for ours, reference, expected in zip(rounded, exact, golden, strict=True):
         logits = rms(ours.logits.float() - reference.logits)
         hidden = rms(ours.hidden.float() - reference.hidden)
         gate = float((ours.gate.float() - reference.gate).abs().max())
-        # On another processor products add in another order, and some roundings fall otherwise:
-        # little for a mean of many values, much for the largest of a few.
+        # On another processor products still add in another order, and some roundings fall
+        # otherwise: little for a mean of many values, much for the largest of a few.
         assert logits == pytest.approx(expected["logit_rms"], rel=0.03)
         assert hidden == pytest.approx(expected["hidden_rms"], rel=0.03)
         assert expected["gate_max_abs"] / 2 < gate < expected["gate_max_abs"] * 2

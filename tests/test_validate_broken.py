@@ -320,9 +320,10 @@ def break_later_chunks(patch):
 
     def short(self, tables, segments):
         made = plan(self, tables, segments)
-        for segment, slots in zip(made.segments, made.slots, strict=True):
-            if segment.start >= 64:
-                slots[:, : segment.start] = slots[:, segment.start : segment.start + 1]
+        for group in made:
+            if group.start >= 64:
+                slots = group.slots
+                slots[..., : group.start] = slots[..., group.start : group.start + 1]
         return made
 
     patch.setattr(ReferenceAttention, "plan_prefill", short)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ouro_batch.attention.base import Attention, KVCache, PrefillSegment, SlotTables
+
+GROUP_SCORES = 2**18  # of a head, which is what one call of several segments makes at most
 
 
 @dataclass(frozen=True)
@@ -18,9 +21,13 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
-    segments: list[PrefillSegment]
-    slots: list[Tensor]  # int64 [L, context] a segment
+class PrefillGroup:
+    """Segments of one start and one length, which attend in one call."""
+
+    start: int
+    tokens: Tensor  # int64 [S, T], where the packed prompt tokens have them
+    slots: Tensor  # int64 [L, S, K], K = start + T
+    hidden: Tensor  # bool [1, T, K], True where a query must not look
 
 
 class ReferenceAttention(Attention):
@@ -42,35 +49,40 @@ class ReferenceAttention(Attention):
         keys, values = cache.read(layer, plan.slots)  # [M, K, G, D]
         out.copy_(_attend(queries[:, None], keys, values, plan.hidden[:, None, :])[:, 0])
 
-    def plan_prefill(self, tables: SlotTables, segments: list[PrefillSegment]) -> PrefillPlan:
+    def plan_prefill(
+        self, tables: SlotTables, segments: list[PrefillSegment]
+    ) -> list[PrefillGroup]:
         device = tables.prompt_lengths.device
-        planes = torch.arange(tables.prompt_blocks.shape[1], device=device)[:, None]
-        slots = []
+        planes = torch.arange(tables.prompt_blocks.shape[1], device=device)[:, None, None]
+        alike: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        begin = 0
         for segment in segments:
-            positions = torch.arange(segment.start + segment.length, device=device)
-            row = torch.tensor(segment.row, device=device)
-            slots.append(tables.lookup(row, planes, positions))
-        return PrefillPlan(segments, slots)
+            alike[segment.start, segment.length].append((segment.row, begin))
+            begin += segment.length
+        groups = []
+        for (start, length), members in alike.items():
+            positions = torch.arange(start + length, device=device)
+            queries = torch.arange(length, device=device)
+            hidden = (positions[None, :] > start + queries[:, None])[None]
+            size = max(1, GROUP_SCORES // hidden.numel())
+            for first in range(0, len(members), size):
+                rows, begins = torch.tensor(members[first : first + size], device=device).unbind(1)
+                slots = tables.lookup(rows[:, None], planes, positions)
+                groups.append(PrefillGroup(start, begins[:, None] + queries, slots, hidden))
+        return groups
 
     def prefill(
         self,
-        plan: PrefillPlan,
+        plan: list[PrefillGroup],
         plane: int,
         queries: Tensor,
         out: Tensor,
         cache: KVCache,
         layer: int,
     ) -> None:
-        begin = 0
-        for segment, slots in zip(plan.segments, plan.slots, strict=True):
-            end = begin + segment.length
-            position = torch.arange(segment.start, segment.start + segment.length)
-            hidden = torch.arange(slots.shape[1])[None, :] > position[:, None]
-            keys, values = cache.read(layer, slots[plane])
-            out[begin:end] = _attend(
-                queries[None, begin:end], keys[None], values[None], hidden.to(out.device)[None]
-            )[0]
-            begin = end
+        for group in plan:
+            keys, values = cache.read(layer, group.slots[plane])
+            out[group.tokens] = _attend(queries[group.tokens], keys, values, group.hidden)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
