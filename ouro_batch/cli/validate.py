@@ -84,8 +84,8 @@ def validate(
             "--output",
             "-o",
             metavar="FILE",
-            help="Where the record goes, as JSON; beside it, as Markdown, with the suffix .md. Checks"
-            " that are done are in FILE.part until all are.",
+            help="Where the record goes, as JSON; beside it, as Markdown, with the suffix .md."
+            " Checks that are done are in FILE.part until all are.",
         ),
     ] = "validation.json",
     overwrite: Overwrite = False,
