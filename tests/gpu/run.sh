@@ -3,7 +3,7 @@
 # validate (the sample model), large and quick (random weights of Ouro-1.4B's shape, level full and
 # quick; large takes a whole call of 10 minutes), invariant (what batch invariance costs), start
 # (seconds to the first record).
-# The package need not be installed: only what its imports need.
+# The package need not be installed: only what its imports need (so no pytest-xdist: no addopts).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${OUT:-/tmp/ouro-gpu}
@@ -18,9 +18,9 @@ export PYTHONPATH="/tmp/site:$PWD" PYTHONUNBUFFERED=1
 for step in "$@"; do
     echo "== $step"
     case "$step" in
-    tests) timeout 500 python3 -m pytest -q -m gpu tests/kernels tests/gpu --durations=15 \
+    tests) timeout 500 python3 -m pytest -o addopts= -q -m gpu tests/kernels tests/gpu --durations=15 \
         2>&1 | tee "$out/tests.log" | tail -60 ;;
-    sanitize) timeout 300 compute-sanitizer --tool memcheck python3 -m pytest -q -m gpu -k small \
+    sanitize) timeout 300 compute-sanitizer --tool memcheck python3 -m pytest -o addopts= -q -m gpu -k small \
         tests/kernels 2>&1 | tee "$out/sanitize.log" | tail -20 ;;
     bench) timeout 500 python3 -m ouro_batch bench --workload table --output "$out/bench.json" \
         2>&1 | tee "$out/bench.log" | tail -60 ;;
