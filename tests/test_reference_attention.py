@@ -21,11 +21,11 @@ SEGMENTS = [  # of one start and length, of one but not the other, of neither, a
 ]
 
 
-@pytest.mark.parametrize("scores", [1, 100, reference.GROUP_SCORES])
+@pytest.mark.parametrize("keys_a_call", [1, 20, reference.GROUP_KEYS])
 @pytest.mark.parametrize("plane", range(LOOPS))
-def test_prefill_of_many_prompts(monkeypatch, scores, plane):
+def test_prefill_of_many_prompts(monkeypatch, keys_a_call, plane):
     """However many share a call: each query sees its own row up to itself, in its own plane."""
-    monkeypatch.setattr(reference, "GROUP_SCORES", scores)
+    monkeypatch.setattr(reference, "GROUP_KEYS", keys_a_call)
     torch.manual_seed(0)
     blocks = POSITIONS // BLOCK
     shape = (1, ROWS * LOOPS * blocks, BLOCK, GROUPS, DIM)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -265,6 +267,63 @@ def test_what_another_job_left_is_not_replaced(tmp_path, monkeypatch):
     assert done.exit_code == 2
     assert f"{part} is of another job" in done.stderr
     assert part.read_text() == '{"id": "1"}\n{"id": "2"}\n'
+
+
+def test_two_jobs_cannot_write_one_output(tmp_path, monkeypatch):
+    """Whichever comes second, a validation or a batch job."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5]}\n')
+    found = []
+
+    def meanwhile(context: Context) -> Result:
+        for command in (
+            ["validate", "--model", "model", "--only", "resources"],
+            ["run", "in.jsonl", "--model", "model", "-o", "validation.json"],
+        ):
+            done = CliRunner().invoke(app, command)
+            found.append((done.exit_code, "is being written by another job" in done.stderr))
+        return Result("replay", "Replay", True)
+
+    monkeypatch.setitem(CHECKS, "replay", meanwhile)
+    command = ["validate", "--model", "model", "--only", "replay"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert found == [(2, True)] * 2
+    assert json.loads((tmp_path / "validation.json").read_bytes())["passed"]
+
+
+def test_what_was_kept_stays_until_there_is_something_newer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+    part = tmp_path / "validation.json.part"
+    kept = b'{\n  "kind": "validation",\n  "passed": null\n}\n'
+    part.write_bytes(kept)
+
+    def interrupt(context: Context) -> Result:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(CHECKS, "replay", interrupt)
+        done = CliRunner().invoke(app, ["validate", "--model", "model", "--only", "replay"])
+    assert done.exit_code == 130
+    assert "no check was done" in done.stderr
+    assert part.read_bytes() == kept
+
+
+def test_a_part_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model")
+
+    def full(file: int, text: bytes, place: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("ouro_batch.validate.part.os.pwrite", full)
+    done = CliRunner().invoke(app, ["validate", "--model", "model", "--only", "resources"])
+    assert done.exit_code == 0, done.stderr
+    assert "validation.json.part: No space left" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("model", "validation.json", "validation.md"),
+    ]
 
 
 def test_a_check_that_cannot_run_for_an_error_has_failed(context):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ouro_batch.attention.base import Attention, KVCache, PrefillSegment, SlotTables
 
-GROUP_SCORES = 2**18  # of a head, which is what one call of several segments makes at most
+GROUP_KEYS = 256  # that one call of several segments reads at most: more leave a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ReferenceAttention(Attention):
             positions = torch.arange(start + length, device=device)
             queries = torch.arange(length, device=device)
             hidden = (positions[None, :] > start + queries[:, None])[None]
-            size = max(1, GROUP_SCORES // hidden.numel())
+            size = max(1, GROUP_KEYS // len(positions))
             for first in range(0, len(members), size):
                 rows, begins = torch.tensor(members[first : first + size], device=device).unbind(1)
                 slots = tables.lookup(rows[:, None], planes, positions)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
 import typer
 from rich.console import Console
 from rich.live import Live
@@ -25,6 +24,7 @@ from ouro_batch.jobs.batch import ExitStatus
 from ouro_batch.jobs.errors import FileError, UsageError
 from ouro_batch.jobs.reader import check_inputs
 from ouro_batch.jobs.writer import check_apart, check_writable, is_stream, write_atomically
+from ouro_batch.validate.part import KeptRecord, as_json
 
 if TYPE_CHECKING:
     from ouro_batch.validate.check import Result
@@ -95,14 +95,15 @@ def validate(
     """Check this checkpoint on this machine: equations, history, schedules, BF16, quality.
 
     Exit status: 0 no check failed, 1 one did or none could run, 2 wrong use, 3 a file, the model
-    or the device could not be used.
+    or the device could not be used, 130 interrupted.
     """
     messages = Messages()
-    part = Path(f"{os.path.realpath(output)}.part")
+    part: KeptRecord | None = None
     try:
-        markdown = _check_output(output, part, prompts, overwrite)
+        markdown = _check_output(output, prompts, overwrite)
         if prompts is not None:
             check_inputs([prompts], text=False)
+        part = KeptRecord(Path(f"{os.path.realpath(output)}.part"))
         record = _run(
             model,
             revision,
@@ -115,9 +116,10 @@ def validate(
         )
         from ouro_batch.validate.record import as_markdown
 
-        _write(record, output)
+        write_atomically(Path(os.path.realpath(output)), [as_json(record)])
         write_atomically(Path(os.path.realpath(markdown)), [as_markdown(record).encode()])
-        part.unlink(missing_ok=True)
+        part.close(remove=True)
+        part = None
     except (UsageError, RequestError) as error:
         messages.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
         raise typer.Exit(ExitStatus.USAGE) from None
@@ -125,9 +127,14 @@ def validate(
         messages.print(Text(f"error: {error}", "bold red"), soft_wrap=True)
         raise typer.Exit(ExitStatus.ENGINE) from None
     except KeyboardInterrupt:
-        kept = f"{part} has the checks that were done" if part.exists() else "none was done"
+        kept = "no check was done"
+        if part is not None and part.used:
+            kept = f"{part.path} has the checks that were done; the same command begins anew"
         messages.print(Text(f"interrupted; {kept}", "bold yellow"), soft_wrap=True)
         raise typer.Exit(ExitStatus.INTERRUPTED) from None
+    finally:
+        if part is not None:
+            part.close()
     failed = any(check["passed"] is False for check in record["checks"])
     words = "no check failed" if record["passed"] else "nothing could be checked"
     if failed:
@@ -142,12 +149,7 @@ def validate(
     raise typer.Exit(ExitStatus.DONE if record["passed"] else ExitStatus.SOME_FAILED)
 
 
-def _write(record: dict[str, Any], path: str | Path) -> None:
-    text = orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    write_atomically(Path(os.path.realpath(path)), [text])
-
-
-def _check_output(output: str, part: Path, prompts: str | None, overwrite: bool) -> str:
+def _check_output(output: str, prompts: str | None, overwrite: bool) -> str:
     """Where the Markdown goes; UsageError where either cannot be written."""
     check_writable(output)
     stem, suffix = os.path.splitext(output)
@@ -161,21 +163,7 @@ def _check_output(output: str, part: Path, prompts: str | None, overwrite: bool)
             raise UsageError(f"{path} exists (--overwrite replaces it, --output names another)")
         if is_stream(path):
             raise UsageError(f"cannot write {path}: it is no file")
-    _check_part(part)
     return markdown
-
-
-def _check_part(part: Path) -> None:
-    """Refuse to replace what another command has left there."""
-    check_writable(str(part), streams=False)
-    if not part.exists():
-        return
-    try:
-        found = orjson.loads(part.read_bytes())
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict) or found.get("kind") != "validation":
-        raise UsageError(f"{part} is of another job: give --output another name, or move it away")
 
 
 def _run(
@@ -187,7 +175,7 @@ def _run(
     names: list[str],
     device: str,
     console: Console,
-    part: Path,
+    part: KeptRecord,
 ) -> dict[str, Any]:
     """The record; ``part`` gets it after every check, for a run that is killed."""
     # torch and the tokenizer take seconds to import.
@@ -215,9 +203,12 @@ def _run(
     command = shlex.join(["ouro-batch", *sys.argv[1:]])
 
     def keep(done: Done) -> None:
-        _write(make_record(context, about, command, done, names[len(done) :]), part)
+        try:
+            part.keep(make_record(context, about, command, done, names[len(done) :]))
+        except OSError as error:
+            text = f"cannot keep what is done in {part.path}: {error.strerror or error}"
+            console.print(Text(text, "yellow"), soft_wrap=True)
 
-    part.unlink(missing_ok=True)
     if console.is_terminal:
         display = _Display(names)
         with Live(display, console=console, refresh_per_second=8):

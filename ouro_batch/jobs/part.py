@@ -56,7 +56,7 @@ class PartFile:
         self._before = _Lookup(self._key, self._dropped)
         self._end = 0
         self._synced = time.monotonic()
-        self._file = _open_locked(path)
+        self._file = open_locked(path)
         self._begun = not unread
         try:
             if not unread:
@@ -269,7 +269,12 @@ class _Lookup:
         return None
 
 
-def _open_locked(path: Path) -> int:
+def open_locked(path: Path) -> int:
+    """A file's descriptor, made where there is none, that no other job can have meanwhile.
+
+    Raises:
+        UsageError: it cannot be opened, or another job has it.
+    """
     while True:
         try:
             file = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
