@@ -321,9 +321,9 @@ def break_later_chunks(patch):
     def short(self, tables, segments):
         made = plan(self, tables, segments)
         for group in made:
-            if group.start >= 64:
-                slots = group.slots
-                slots[..., : group.start] = slots[..., group.start : group.start + 1]
+            slots, start = group.slots, group.slots.shape[2] - group.tokens.shape[1]
+            if start >= 64:
+                slots[..., :start] = slots[..., start : start + 1]
         return made
 
     patch.setattr(ReferenceAttention, "plan_prefill", short)

@@ -24,9 +24,8 @@ class DecodePlan:
 class PrefillGroup:
     """Segments of one start and one length, which attend in one call."""
 
-    start: int
     tokens: Tensor  # int64 [S, T], where the packed prompt tokens have them
-    slots: Tensor  # int64 [L, S, K], K = start + T
+    slots: Tensor  # int64 [L, S, K], K = their start + T
     hidden: Tensor  # bool [1, T, K], True where a query must not look
 
 
@@ -68,7 +67,7 @@ class ReferenceAttention(Attention):
             for first in range(0, len(members), size):
                 rows, begins = torch.tensor(members[first : first + size], device=device).unbind(1)
                 slots = tables.lookup(rows[:, None], planes, positions)
-                groups.append(PrefillGroup(start, begins[:, None] + queries, slots, hidden))
+                groups.append(PrefillGroup(begins[:, None] + queries, slots, hidden))
         return groups
 
     def prefill(
